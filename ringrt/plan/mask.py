@@ -1,0 +1,115 @@
+"""Masks as disjoint pieces over global positions.
+
+A piece is a rectangle (query range × key range) with bounds on the distance
+δ = q_index − k_index. A pair (query, key) is visible if exactly one piece holds it.
+Nothing here knows of ranks or shards; `ringrt.plan.tiles` lowers a mask to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringrt.errors import PlanError
+
+IntArray = npt.NDArray[np.int64]
+
+#: Stands for "no bound" in tables of integers: larger than any distance, and far enough from
+#: the end of int64 that adding or subtracting positions cannot overflow.
+UNBOUNDED = 1 << 61
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries `q_start <= i < q_stop` see keys `k_start <= j < k_stop` whose distance i − j
+    lies within the inclusive bounds. `None` is no bound."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    min_distance: int | None = None
+    max_distance: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.q_start <= self.q_stop or not 0 <= self.k_start <= self.k_stop:
+            raise PlanError(f"{self}: ranges must satisfy 0 <= start <= stop")
+
+
+class Mask:
+    """A list of disjoint pieces, kept as one table so that thousands cost little.
+
+    `table` is int64 `[pieces, 6]` in the order of `Piece`'s fields, with ∓`UNBOUNDED` for
+    absent bounds. It is read-only; masks compare and hash by content.
+    """
+
+    __slots__ = ("_digest", "table")
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        rows = [_row(piece) for piece in pieces]
+        self.table: IntArray = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        self.table.flags.writeable = False
+        self._digest = hashlib.sha256(self.table.tobytes()).hexdigest()
+
+    @classmethod
+    def full(cls, q_length: int, kv_length: int) -> Mask:
+        """Every query sees every key."""
+        return cls([Piece(0, q_length, 0, kv_length)])
+
+    @classmethod
+    def causal(cls, q_length: int, kv_length: int) -> Mask:
+        """Bottom-right aligned: the last query sees every key, query i the keys
+        j <= i + kv_length − q_length."""
+        return cls([Piece(0, q_length, 0, kv_length, min_distance=q_length - kv_length)])
+
+    def pieces(self) -> list[Piece]:
+        """The pieces, as values."""
+        return [_piece(*map(int, row)) for row in self.table]
+
+    def visible(self, q_index: IntArray, k_index: IntArray) -> npt.NDArray[np.bool_]:
+        """The mask's definition, pair by pair: bool `[len(q_index), len(k_index)]`.
+
+        For checking and drawing; the runtime itself lowers pieces to tiles instead."""
+        i, j = q_index[:, None], k_index[None, :]
+        seen = np.zeros((len(q_index), len(k_index)), dtype=np.bool_)
+        for q_start, q_stop, k_start, k_stop, low, high in self.table:
+            inside = (q_start <= i) & (i < q_stop) & (k_start <= j) & (j < k_stop)
+            seen |= inside & (low <= i - j) & (i - j <= high)
+        return seen
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the table, for comparing masks across ranks."""
+        return self._digest
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Mask) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(piece) for piece in self.pieces()[:3])
+        more = f", ... ({len(self.table)} pieces)" if len(self.table) > 3 else ""
+        return f"Mask([{shown}{more}])"
+
+
+def _row(piece: Piece) -> tuple[int, ...]:
+    *box, low, high = astuple(piece)
+    return (*box, -UNBOUNDED if low is None else low, UNBOUNDED if high is None else high)
+
+
+def _piece(q_start: int, q_stop: int, k_start: int, k_stop: int, low: int, high: int) -> Piece:
+    return Piece(
+        q_start,
+        q_stop,
+        k_start,
+        k_stop,
+        None if low == -UNBOUNDED else low,
+        None if high == UNBOUNDED else high,
+    )
