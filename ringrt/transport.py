@@ -1,0 +1,101 @@
+"""What a transport is: it moves bytes between ranks, and tells when it cannot.
+
+Two planes. The data plane (`exchange`) moves K,V as bytes, so that every dtype works. The
+control plane (`all_gather_bytes`, `barrier`) moves small host messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ringrt.backend import Stream
+from ringrt.plan.partition import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes to or from a peer: `data` is a contiguous uint8 array `[bytes]`."""
+
+    peer: int
+    data: Array
+
+
+class Ticket(Protocol):
+    """An exchange under way."""
+
+    def progress(self) -> bool:
+        """Give the transport a chance to move data, without waiting; True once complete.
+        Raises `PeerLost` if the exchange can no longer complete."""
+
+    def wait(self, timeout: float) -> None:
+        """Return once all is sent and received. `timeout` is in seconds. Raises
+        `ExchangeTimeout` naming rank, peer, ring step and bytes, or `PeerLost`."""
+
+
+class Transport(Protocol):
+    """One rank's end of a ring. Calls come from one thread, in the same order on all ranks."""
+
+    #: This rank, and how many there are.
+    rank: int
+    size: int
+    #: Ranks on this machine, for sharing its cores.
+    local_size: int
+    #: Large messages move only while `Ticket.progress` or `wait` is being called.
+    needs_progress: bool
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        *,
+        step: int,
+        stream: Stream = None,
+    ) -> Ticket:
+        """Begin all sends and receives as one group, without waiting. Between two ranks,
+        messages match in the order given.
+
+        Until the ticket is complete the transport owns the buffers: sent ones may be read but
+        not written, received ones not touched. `step` is for error messages."""
+
+    def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
+        """Every rank's payload, in rank order. Collective. Raises `ExchangeTimeout` naming the
+        ranks that did not come, or `PeerLost`."""
+
+    def barrier(self, timeout: float) -> None:
+        """Return once every rank has called it. Raises as `all_gather_bytes`."""
+
+    def abort(self, reason: str) -> None:
+        """This rank has failed: make every other rank's wait raise `PeerLost` with the reason.
+        Never raises; the transport is unusable afterwards."""
+
+    def close(self) -> None:
+        """Leave in good order. Others that still wait for this rank get `PeerLost`."""
+
+
+class Launch(NamedTuple):
+    """How a launcher (mpirun, say) started this process: as which of how many."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """How a plugin announces a transport, without importing what it needs.
+
+    `probe()` says what is missing and what would mend it, or None.
+
+    A transport between processes has `launched()`, which looks (at the environment, no more)
+    whether its launcher started this process, and `connect()`, which joins the ring of all
+    processes so started. A transport between thread ranks has `group(size)`, which makes the
+    ends of a new ring, one for each rank.
+    """
+
+    name: str
+    summary: str
+    probe: Callable[[], str | None]
+    launched: Callable[[], Launch | None] | None = None
+    connect: Callable[[], Transport] | None = None
+    group: Callable[[int], Sequence[Transport]] | None = None
