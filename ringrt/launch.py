@@ -1,0 +1,132 @@
+"""Thread ranks: a ring inside one process, and attention over whole arrays on top of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ringrt.errors import ConfigError, PeerLost, RankMismatch
+from ringrt.inputs import as_numpy, check_arrays
+from ringrt.plan import get_partition
+from ringrt.plan.partition import Array, shard, unshard
+from ringrt.registry import registry
+from ringrt.ring import Ring
+from ringrt.transport import Transport
+
+Result = TypeVar("Result")
+
+
+def run_threads(
+    fn: Callable[[Ring], Result],
+    ranks: int,
+    *,
+    transport: str = "threads",
+    timeout: float = 60.0,
+    **options: Any,
+) -> list[Result]:
+    """Call `fn(ring)` on `ranks` thread ranks; their results, in rank order.
+
+    `options` as for `Ring`. If ranks fail, the exception of the one that failed first on its
+    own account is raised, with the rank in its notes. A rank that neither returns nor fails
+    within `timeout` seconds of that is left behind (its thread is a daemon).
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError("ranks", "a whole number of at least 1", ranks)
+    group = registry().transport(transport).group
+    if group is None:
+        raise ConfigError("transport", "one whose ranks are threads", repr(transport))
+    job = _Job(fn, {"timeout": timeout, **options})
+    ends = group(ranks)
+    threads = [
+        threading.Thread(target=job.run, args=(end,), name=f"ringrt-{end.rank}", daemon=True)
+        for end in ends
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _join(threads, job, timeout)
+    except BaseException:
+        ends[0].abort("interrupted")
+        raise
+    if job.failures:
+        rank, error = job.first_failure()
+        error.add_note(f"on rank {rank}")
+        raise error
+    return [job.results[rank] for rank in range(ranks)]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    ranks: int,
+    partition: str = "striped",
+    schedule: str = "auto",
+    backend: str = "auto",
+    transport: str = "threads",
+    timeout: float = 60.0,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Attention over whole arrays, on `ranks` thread ranks. Shapes and `options` as for
+    `Ring.attention`; returns the whole out and lse."""
+    arrays = [as_numpy(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    check_arrays(*arrays)
+    rule = get_partition(partition)
+
+    def on_rank(ring: Ring) -> tuple[Array, Array]:
+        runs = (rule.runs(x.shape[1], ring.size, ring.rank) for x in arrays)
+        return ring.attention(*(shard(x, r) for x, r in zip(arrays, runs, strict=True)), **options)
+
+    results = run_threads(
+        on_rank,
+        ranks,
+        partition=partition,
+        schedule=schedule,
+        backend=backend,
+        transport=transport,
+        timeout=timeout,
+    )
+    outs, lses = zip(*results, strict=True)
+    return unshard(outs, rule), unshard(lses, rule, axis=2)
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the thread ranks of one `run_threads` leave behind."""
+
+    fn: Callable[[Ring], Any]
+    options: dict[str, Any]
+    results: dict[int, Any] = field(default_factory=dict)
+    #: In the order in which they happened.
+    failures: list[tuple[int, BaseException]] = field(default_factory=list)
+
+    def run(self, end: Transport) -> None:
+        try:
+            with Ring(end, **self.options) as ring:
+                self.results[end.rank] = self.fn(ring)
+        except BaseException as error:
+            self.failures.append((end.rank, error))
+            end.abort(str(error) or type(error).__name__)
+
+    def first_failure(self) -> tuple[int, BaseException]:
+        """The first that is not the echo of another rank's."""
+        for echoes in ((PeerLost, RankMismatch), (PeerLost,), ()):
+            own = [item for item in self.failures if not isinstance(item[1], echoes)]
+            if own:
+                return own[0]
+        return self.failures[0]
+
+
+def _join(threads: list[threading.Thread], job: _Job, timeout: float) -> None:
+    """Wait for all threads, or for `timeout` seconds after a failure."""
+    failed_at: float | None = None
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        alive[0].join(0.05)
+        if job.failures and failed_at is None:
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > timeout:
+            return
