@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class MpiTransport:
         node.Free()
         self._round = 0
         self._failure: TransportError | None = None
+        self._ends_job = False
         self._left: dict[int, float] = {}
         self._notices: list[MPI.Request] = []
 
@@ -120,15 +122,25 @@ class MpiTransport:
         self._failure = TransportError(f"the ring of rank {self.rank} is closed")
         self._notify(_LEFT, b"")
 
-        def all_left() -> bool:
+        def settled() -> bool:
             self._read_notices()
-            return len(self._left) == self.size - 1
+            return self._ends_job or len(self._left) == self.size - 1
 
-        if _poll_until(all_left, _CLOSE_TIMEOUT):
+        in_time = _poll_until(settled, _CLOSE_TIMEOUT)
+        if self._ends_job:
+            return
+        if in_time:
             MPI.Request.Waitall(self._notices)
             self._data.Free()
             self._control.Free()
         else:
+            late = set(range(self.size)) - self._left.keys() - {self.rank}
+            warnings.warn(
+                f"{name_ranks(late)} did not leave the ring of rank {self.rank} within "
+                f"{_CLOSE_TIMEOUT:g} s; the job will be ended when this process exits",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             self._end_job_at_exit()
 
     def wait_for(
@@ -178,6 +190,7 @@ class MpiTransport:
         self._notices += [self._control.Isend(payload, peer, tag) for peer in peers]
 
     def _end_job_at_exit(self) -> None:
+        self._ends_job = True
         atexit.unregister(self._end_job)
         atexit.register(self._end_job)
 

@@ -1,0 +1,5 @@
+"""`python -m ringrt`: the command line."""
+
+from ringrt.cli import main
+
+main()

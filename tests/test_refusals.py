@@ -1,0 +1,189 @@
+"""What is wrong with a call is said in one line, by name, on every rank, before data moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ringrt
+from ringrt import ConfigError, HandoffError, RankMismatch, Unsupported
+from support import random_qkv
+
+
+def call(change=None, **options):
+    q, k, v = random_qkv(12, q_heads=4, kv_heads=2)
+    arrays = {"q": q, "k": k, "v": v} | (change or {})
+    return ringrt.attention(**arrays, **({"ranks": 2} | options))
+
+
+Q, K, V = random_qkv(12, q_heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": Q[0]}, r"q: expected shape \[batch, rows, heads, dim\], got shape \(12, 4, 8\)"),
+        ({"k": K[..., :5]}, "k: expected the head_dim of q, 8, got 5"),
+        ({"v": V[:, :9]}, r"v: expected the rows and heads of k, \(12, 2\), got \(9, 2\)"),
+        ({"k": K.astype("f8")}, "k: expected the dtype of q, float32, got float64"),
+        ({"q": Q.astype("i4")}, "q: expected dtype float16 or bfloat16 .* got int32"),
+        ({"q": Q.astype(">f4")}, "q: expected dtype"),
+        ({"q": Q[:, :, :3]}, "q: expected a multiple of k's 2 heads, got 3 heads"),
+        ({"k": np.concatenate([K, K])}, "k: expected the batch of q, 1, got 2"),
+        ({"q": Q[..., :0]}, "q: expected at least one head and one element"),
+    ],
+)
+def test_arrays(change, message):
+    with pytest.raises(ConfigError, match=message):
+        call(change)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": float("inf")}, "scale: expected a finite number, got inf"),
+        ({"scale": "big"}, "scale: expected a number or None, got 'big'"),
+        ({"softcap": -1.0}, "softcap: expected a finite number > 0"),
+        ({"length": 13}, r"length: expected \(13, 13\) by the argument, got \(12, 12\)"),
+        ({"partition": "diagonal"}, "partition: expected contiguous or striped or zigzag"),
+        ({"schedule": "star"}, "schedule: expected auto or ring, got 'star'"),
+        ({"backend": "abacus"}, "backend: expected auto or cpu or null or reference"),
+        ({"transport": "pigeon"}, "transport: expected auto or mpi or threads"),
+        ({"transport": "mpi"}, "transport: expected one whose ranks are threads, got 'mpi'"),
+        ({"ranks": 0}, "ranks: expected a whole number of at least 1, got 0"),
+        ({"timeout": 0}, "timeout: expected a number of seconds > 0, got 0"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        call(**options)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "window", "documents", "mask"])
+def test_what_is_not_implemented_is_refused_by_name(name):
+    with pytest.raises(Unsupported, match=f"{name}: not implemented in Ring.attention"):
+        call(**{name: 1})
+
+
+@pytest.mark.parametrize("x", [[[1.0]], None, memoryview(b"12")])
+def test_other_kinds_of_array(x):
+    with pytest.raises(HandoffError, match="q: a builtins.* cannot be handed over yet"):
+        call({"q": x})
+
+
+def outcomes(fn, ranks, **options):
+    """What each rank raised."""
+    raised = {}
+
+    def on_rank(ring):
+        try:
+            fn(ring)
+        except Exception as error:
+            raised[ring.rank] = error
+        else:
+            raised[ring.rank] = None
+
+    ringrt.run_threads(on_rank, ranks, timeout=10, **options)
+    return [raised[rank] for rank in range(ranks)]
+
+
+def shards(ring, length=12, **changes):
+    q, k, v = random_qkv(length, q_heads=4, kv_heads=2, **changes)
+    return [ring.shard(x) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "field"),
+    [
+        (lambda ring, a: ring.attention(*a, causal=ring.rank == 1), "causal"),
+        (lambda ring, a: ring.attention(*a, scale=float(ring.rank == 1)), "scale"),
+        (lambda ring, a: ring.attention(*a, softcap=2.0 if ring.rank == 1 else None), "softcap"),
+        (lambda ring, a: ring.attention(*a, length=12 if ring.rank == 1 else None), "length"),
+        (
+            lambda ring, a: ring.attention(*(x.astype("f8") if ring.rank == 1 else x for x in a)),
+            "dtype",
+        ),
+        (lambda ring, a: ring.attention(a[0][:, :, : 2 * (1 + (ring.rank != 1))], *a[1:]), "q_heads"),
+        (lambda ring, a: ring.attention(*a) if ring.rank != 1 else ring.shard(a[0]), "operation"),
+        (lambda ring, a: ring.shard(a[0], axis=int(ring.rank == 1)), "axis"),
+        (lambda ring, a: ring.unshard(a[0], axis=1 + 2 * (ring.rank == 1)), "axis"),
+        (lambda ring, a: ring.unshard(a[0][..., : 8 - (ring.rank == 1)]), "shape without the axis"),
+    ],
+)
+def test_disagreement_is_a_mismatch_on_every_rank_naming_field_and_ranks(odd, field):
+    for error in outcomes(lambda ring: odd(ring, shards(ring)), 3):
+        assert isinstance(error, RankMismatch), error
+        assert error.field == field
+        assert "on rank 1" in str(error)
+        assert "ranks 0, 2" in str(error)
+
+
+@pytest.mark.parametrize("field", ["partition", "schedule"])
+def test_rings_of_different_make_do_not_work_together(field):
+    q, k, v = random_qkv(12)
+
+    def on_rank(ring):
+        from ringrt.plan import get_partition
+
+        if ring.rank == 2:
+            ring.partition = get_partition("zigzag")
+            ring.schedule = "ring"
+        if field == "schedule":
+            ring.partition = get_partition("striped")
+        ring.attention(q[:, :4], k[:, :4], v[:, :4])
+
+    for error in outcomes(on_rank, 3):
+        assert isinstance(error, RankMismatch)
+        assert error.field == field
+
+
+def test_rows_that_are_not_the_partitions_share():
+    def on_rank(ring):
+        q, k, v = random_qkv(3 + ring.rank)
+        ring.attention(q, k, v)
+
+    for error in outcomes(on_rank, 3):
+        assert isinstance(error, RankMismatch)
+        assert "q rows (striped shards of 12)" in str(error)
+        assert "3, its share is 4 on rank 0" in str(error)
+
+
+def test_an_argument_error_on_one_rank_is_raised_there_and_named_on_the_others():
+    def on_rank(ring):
+        q, k, v = shards(ring)
+        ring.attention(q[0] if ring.rank == 1 else q, k, v)
+
+    first, second, third = outcomes(on_rank, 3)
+    assert type(second) is ConfigError
+    for error in (first, third):
+        assert isinstance(error, RankMismatch)
+        assert "q: expected shape [batch, rows, heads, dim]" in str(error)
+        assert "on rank 1" in str(error)
+
+
+def test_the_ring_still_works_after_a_refusal():
+    q, k, v = random_qkv(12)
+
+    def on_rank(ring):
+        mine = [ring.shard(x) for x in (q, k, v)]
+        with pytest.raises((Unsupported, RankMismatch)):
+            ring.attention(*mine, **({"dropout_p": 0.1} if ring.rank == 0 else {}))
+        with pytest.raises(RankMismatch):
+            ring.attention(*mine, causal=ring.rank == 0)
+        return ring.unshard(ring.attention(*mine)[0])
+
+    results = ringrt.run_threads(on_rank, 3, timeout=10)
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_a_backend_that_cannot_is_refused_on_every_rank(monkeypatch):
+    from ringrt_backends.reference import ReferenceBackend
+
+    monkeypatch.setattr(
+        ReferenceBackend, "supports", lambda self, problem: "softcap is not implemented"
+    )
+    with pytest.raises(Unsupported, match="backend reference: softcap is not implemented"):
+        call(backend="reference", softcap=1.0)
+    # auto passes over it.
+    assert call(backend="auto", softcap=1.0)[0].shape == (1, 12, 4, 8)
