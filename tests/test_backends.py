@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+import oracle
 from ringrt.backend import BackendContext
 from ringrt.plan import Mask, Piece, Problem, Run
 from ringrt.plan.tiles import TileTable, lower
 from ringrt.registry import registry
 from support import BACKENDS, assert_close, numpy_dtype, random_qkv
-
-import oracle
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -104,7 +104,10 @@ def shards(ring, length=12, **changes):
             lambda ring, a: ring.attention(*(x.astype("f8") if ring.rank == 1 else x for x in a)),
             "dtype",
         ),
-        (lambda ring, a: ring.attention(a[0][:, :, : 2 * (1 + (ring.rank != 1))], *a[1:]), "q_heads"),
+        (
+            lambda ring, a: ring.attention(a[0][:, :, : 2 * (1 + (ring.rank != 1))], *a[1:]),
+            "q_heads",
+        ),
         (lambda ring, a: ring.attention(*a) if ring.rank != 1 else ring.shard(a[0]), "operation"),
         (lambda ring, a: ring.shard(a[0], axis=int(ring.rank == 1)), "axis"),
         (lambda ring, a: ring.unshard(a[0], axis=1 + 2 * (ring.rank == 1)), "axis"),

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+import oracle
 import ringrt
 from ringrt.plan import PARTITIONS
 from ringrt.plan.partition import shard, unshard
 from support import BACKENDS, PARTITIONS as NAMES, assert_close, random_qkv
-
-import oracle
 
 TIMEOUT = 20
 

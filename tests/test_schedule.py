@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ringrt.errors import ConfigError, PlanError
 from ringrt.plan import HOME, PARTITIONS, Mask, Problem, plan
@@ -20,9 +19,7 @@ def problem(length=48, kv_length=None, mask=Mask.causal, **changes):
     kv_length = length if kv_length is None else kv_length
     values = {"batch": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 16,
               "dtype": "float32", "scale": 1.0} | changes  # fmt: skip
-    return Problem(
-        q_length=length, kv_length=kv_length, mask=mask(length, kv_length), **values
-    )
+    return Problem(q_length=length, kv_length=kv_length, mask=mask(length, kv_length), **values)
 
 
 PLANS = st.builds(

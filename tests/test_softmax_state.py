@@ -6,16 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
+import oracle
 from ringrt.backend import BlockBackend
 from ringrt.plan import Mask, Problem, Tile
 from ringrt.plan.mask import UNBOUNDED
 from ringrt.softmax_state import SoftmaxState, from_block, rescale
 from support import assert_close, random_qkv
-
-import oracle
 
 INF = float("inf")
 

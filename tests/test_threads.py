@@ -148,7 +148,9 @@ def test_waiting_ends_at_once_when_a_peer_aborts_or_leaves(how):
     error = on_threads(thread_group(2), leave)[0]
     assert time.monotonic() - begin < 10
     assert isinstance(error, PeerLost)
-    assert ("rank 1 failed: out of memory" if how == "abort" else "gone from the ring") in str(error)
+    assert ("rank 1 failed: out of memory" if how == "abort" else "gone from the ring") in str(
+        error
+    )
 
 
 class Failing(ReferenceBackend):

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, ValidationError
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -19,6 +27,12 @@ def _all_or_count(value: Any, check: Any) -> Any:
         return check(value)
     except ValidationError:
         raise PydanticCustomError("expected", "all, or a whole number of rows >= 0") from None
+
+
+def _each_once(passes: list[Any]) -> list[Any]:
+    if len(set(passes)) != len(passes):
+        raise PydanticCustomError("expected", "each pass once")
+    return passes
 
 
 class _Section(BaseModel):
@@ -73,7 +87,10 @@ class RingOptions(_Section):
     partition: str = Field("striped", description="contiguous, striped or zigzag")
     schedule: str = Field("auto", description="auto or ring")
     transport: str = Field("auto", description="auto, threads, mpi, or a plugin's")
-    backend: str = Field("auto", description="auto, cpu, reference, null, or a plugin's")
+    # YAML reads the bare word null as nothing; here it is the backend of that name.
+    backend: Annotated[str, BeforeValidator(lambda x: "null" if x is None else x)] = Field(
+        "auto", description="auto, cpu, reference, null, or a plugin's"
+    )
     timeout: float = Field(60.0, gt=0, description="deadline of every wait for a rank, seconds")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a rank; its share of the cores by default"
@@ -100,6 +117,8 @@ class Job(_Section):
     input: Annotated[FileInput | RandomInput, Field(discriminator="source")]
     attention: Attention = Attention()
     ring: RingOptions = RingOptions()
-    passes: list[Literal["forward"]] = Field(["forward"], min_length=1, max_length=1)
+    passes: Annotated[list[Literal["forward"]], AfterValidator(_each_once)] = Field(
+        ["forward"], min_length=1
+    )
     verify: Verify = Verify()
     output: Output | None = None

@@ -81,6 +81,8 @@ class RandomSource:
         return np.empty((batch, 0, *rest), numpy_dtype(self.dtype))
 
     def _read_run(self, name: str, run: Run) -> list[Array]:
+        if run.count == 0:
+            return []
         block, row = np.divmod(positions((run,)), _RANDOM_BLOCK)
         edges = np.flatnonzero(np.diff(block)) + 1
         parts = zip(np.split(block, edges), np.split(row, edges), strict=True)

@@ -121,7 +121,8 @@ def trim(table: IntArray) -> IntArray:
     high = np.where(high >= rows - first_row - 1, UNBOUNDED, high)
     kept = (n > 0) & (m > 0) & (lower <= upper) & (rows > first_row) & (keys > first_key)
     columns = (q0 + first_row, q0 + rows, k0 + first_key, k0 + keys, low, high)
-    return np.stack(columns, axis=1)[kept]
+    trimmed: IntArray = np.stack(columns, axis=1)[kept]
+    return trimmed
 
 
 def _lower_runs(mask: Mask, q: Run, k: Run, q_base: int, k_base: int) -> IntArray:

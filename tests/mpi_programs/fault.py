@@ -10,9 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support import random_qkv
-
 import ringrt
+from support import random_qkv
 
 how, timeout = sys.argv[1], float(sys.argv[2])
 FAULTY = 1

@@ -8,9 +8,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import oracle
-from support import BACKENDS, PARTITIONS, assert_close, random_qkv
-
 import ringrt
+from support import BACKENDS, PARTITIONS, assert_close, random_qkv
 
 CALLS = [
     ({"length": 97, "q_heads": 4, "kv_heads": 2}, {"causal": True}),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import oracle
 from mpi4py import MPI
-from support import assert_close, random_qkv
 
+import oracle
 import ringrt
+from support import assert_close, random_qkv
 
 world = MPI.COMM_WORLD
 color = world.rank % 2
