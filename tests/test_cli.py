@@ -30,7 +30,7 @@ def job(tmp_path):
 
 def errors_in(text):
     """The two figures: max error of out and of lse."""
-    found = re.search(r"out ([0-9.e-]+) .* lse ([0-9.e-]+) ", text)
+    found = re.search(r"out ([0-9.e-]+) .*\n +lse ([0-9.e-]+) ", text)
     assert found, text
     return float(found[1]), float(found[2])
 
@@ -44,12 +44,11 @@ def test_the_quickstart_is_right_on_real_data(launch):
     assert done.returncode == 0, done.stderr
     assert "2,048 tokens, 9 query heads on 3 KV heads" in done.stdout
     assert max(errors_in(done.stdout)) <= 2e-6
-    rows = [line.split() for line in done.stdout.splitlines() if re.match(r"\s+\d+  cpu", line)]
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r"\s+\d +512 ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     for row in rows:
-        # rank, backend, tokens, steps, sent, by formula, home share, peak = share, by formula
-        assert row[2:12] == "512 4 2.25 MiB 2.25 MiB 25.0% 2.25 MiB =".split()
-        assert row[12:15] == "75.0% 2.25 MiB".split()
+        # tokens, steps, sent, by formula, home of all, peak, by formula, peak of all
+        assert row[1:9] == ["512", "4", "2.25", "2.25", "25.0%", "2.25", "2.25", "75.0%"]
     assert done.stdout.count("\nverified") == 1
 
 
@@ -240,7 +239,7 @@ def test_plan_of_many_ranks_is_one_row_each():
     assert done.returncode == 0
     assert len([line for line in done.stdout.splitlines() if "of even" in line]) == 64
     done = ringrt_command("plan", QUICKSTART, "--ranks", "64", "--rank", "9")
-    assert len([line for line in done.stdout.splitlines() if line.startswith("    9 ")]) == 64
+    assert len([line for line in done.stdout.splitlines() if line.startswith("   9 ")]) == 64
 
 
 def test_doctor_and_backends_say_what_works():
@@ -251,7 +250,7 @@ def test_doctor_and_backends_say_what_works():
     done = ringrt_command("backends")
     assert done.returncode == 0
     for name in ("cpu", "reference", "null", "threads", "mpi"):
-        assert re.search(rf"^ {name} +yes", done.stdout, re.M), done.stdout
+        assert re.search(rf"{name}: .*\n +(supports float16|runs here)", done.stdout), done.stdout
 
 
 def test_doctor_names_what_is_missing_and_its_remedy():

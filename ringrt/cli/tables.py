@@ -14,7 +14,7 @@ from ringrt.plan.problem import ITEMSIZE
 from ringrt.registry import registry
 
 if TYPE_CHECKING:
-    from ringrt.backend import Backend, BackendSpec
+    from ringrt.backend import BackendSpec
     from ringrt.cli.doctor import Check
     from ringrt.jobs.run import JobReport
 
@@ -26,21 +26,25 @@ def print_report(report: JobReport) -> None:
     """The result of a job: a row for each rank, then speed and error."""
     problem, whole = report.problem, report.problem.kv_length * report.problem.kv_row_bytes
     console = _console()
-    console.print(f"{_describe(problem)}, {report.partition} over {len(report.ranks)} ranks")
-    table = _table("rank", "backend", "tokens", "ring steps", "KV sent", "by formula", "home KV",
-                   "peak KV", "by formula", "compute s", "wait s")  # fmt: skip
+    backends = " and ".join(sorted({each.stats.backend for each in report.ranks}))
+    console.print(_describe(problem))
+    console.print(f"{report.partition} over {len(report.ranks)} ranks, backend {backends}")
+    unit, size = _unit(max(each.stats.peak_kv_bytes for each in report.ranks))
+    table = _table("rank", "tokens", "ring\nsteps", f"KV sent\n{unit}", "by\nformula",
+                   "home\nof all", f"peak KV\n{unit}", "by\nformula", "peak\nof all",
+                   "compute\ns", "wait\ns")  # fmt: skip
     for each in report.ranks:
         stats = each.stats
         table.add_row(
             str(stats.rank),
-            stats.backend,
             f"{stats.tokens:,}",
             str(stats.steps),
-            _size(stats.bytes_sent),
-            _size(each.bytes_formula),
+            f"{stats.bytes_sent / size:.2f}",
+            f"{each.bytes_formula / size:.2f}",
             _share(each.home_bytes, whole),
-            f"{_size(stats.peak_kv_bytes)} = {_share(stats.peak_kv_bytes, whole)}",
-            _size(each.peak_formula),
+            f"{stats.peak_kv_bytes / size:.2f}",
+            f"{each.peak_formula / size:.2f}",
+            _share(stats.peak_kv_bytes, whole),
             f"{stats.compute_s:.3f}",
             f"{stats.wait_s:.3f}",
         )
@@ -66,11 +70,13 @@ def _print_errors(console: Console, report: JobReport) -> None:
     out_bound = worst(lambda i: verdicts[i].out_bound)
     lse_error = worst(lambda i: verdicts[i].lse_error)
     lse_bound = worst(lambda i: verdicts[i].lse_bound)
+    excess, dtype = max(out_excess, 0.0), report.problem.dtype
+    console.print(f"max error against the float64 oracle over {rows:,} rows:")
     console.print(
-        f"max error against the float64 oracle over {rows:,} rows: out {out_error:.2e} "
-        f"({max(out_excess, 0.0):.2e} beyond the rounding of {report.problem.dtype}; "
-        f"bound {out_bound:.1e}), lse {lse_error:.2e} (bound {lse_bound:.1e})"
+        f"  out {out_error:.2e} ({excess:.2e} beyond the rounding of {dtype}, "
+        f"bound {out_bound:.1e})"
     )
+    console.print(f"  lse {lse_error:.2e} (bound {lse_bound:.1e})")
     console.print("verified" if report.passed else "NOT VERIFIED: an error is beyond its bound")
 
 
@@ -78,8 +84,8 @@ def print_plan(plan: Plan, rank: int | None) -> None:
     """The schedule of a plan: every step of a few ranks, or a row for each of many."""
     console = _console()
     problem = plan.problem
-    console.print(f"{_describe(problem)}, {plan.partition.name} over {plan.size} ranks")
-    console.print(f"schedule {plan.schedule}")
+    console.print(_describe(problem))
+    console.print(f"{plan.partition.name} over {plan.size} ranks, schedule {plan.schedule}")
     if rank is not None or plan.size <= _SHOWN_RANKS:
         console.print(_steps_table(plan, range(plan.size) if rank is None else [rank]))
     else:
@@ -142,43 +148,38 @@ def print_plugins() -> None:
     """Backends and transports, what they are and what they support."""
     console = _console()
     found = registry()
-    table = _table("backend", "runs here", "dtypes", "softcap", "own value_dim", "what it is",
-                   text=("backend", "runs here", "dtypes", "what it is"))  # fmt: skip
     for spec in found.backends.values():
-        table.add_row(spec.name, *_capabilities(spec), spec.summary)
-    console.print(table)
-    table = _table("transport", "runs here", "ranks are", "what it is",
-                   text=("transport", "runs here", "ranks are", "what it is"))  # fmt: skip
+        missing = spec.probe()
+        console.print(f"[bold]backend {spec.name}[/]: {spec.summary}")
+        said = f"cannot run here: {missing}" if missing else f"supports {_capabilities(spec)}"
+        console.print(f"    {said}", markup=False)
     for each in found.transports.values():
-        ranks = "threads" if each.group is not None else "processes"
-        table.add_row(each.name, each.probe() or "yes", ranks, each.summary)
-    console.print(table)
+        missing = each.probe()
+        console.print(f"[bold]transport {each.name}[/]: {each.summary}")
+        said = f"cannot run here: {missing}" if missing else "runs here"
+        console.print(f"    {said}", markup=False)
     for problem in found.problems:
         console.print(problem, markup=False)
 
 
-def _capabilities(spec: BackendSpec) -> tuple[str, str, str, str]:
-    """Whether it runs here, and what it says of problems that differ in one thing."""
+def _capabilities(spec: BackendSpec) -> str:
+    """What the backend says of problems that differ in one thing."""
     from ringrt.backend import BackendContext
 
-    missing = spec.probe()
-    if missing is not None:
-        return missing, "-", "-", "-"
     backend = spec.load(BackendContext(threads=1))
-    dtypes = [name for name in ITEMSIZE if backend.supports(_small(dtype=name)) is None]
-    some = dtypes[0] if dtypes else "float32"
-    softcap = _yes(backend, _small(dtype=some, softcap=1.0))
-    value_dim = _yes(backend, _small(dtype=some, value_dim=4))
+    able = [name for name in ITEMSIZE if backend.supports(_small(dtype=name)) is None]
+    some = able[0] if able else "float32"
+    options = {
+        "softcap": _small(dtype=some, softcap=1.0),
+        "value_dim ≠ head_dim": _small(dtype=some, value_dim=4),
+    }
+    able += [name for name, problem in options.items() if backend.supports(problem) is None]
     backend.close()
-    return "yes", ", ".join(dtypes), softcap, value_dim
+    return ", ".join(able)
 
 
 def _small(dtype: str, softcap: float | None = None, value_dim: int = 8) -> Problem:
     return Problem(1, 2, 1, 8, value_dim, 8, 8, dtype, Mask.causal(8, 8), 1.0, softcap)
-
-
-def _yes(backend: Backend, problem: Problem) -> str:
-    return "yes" if backend.supports(problem) is None else "no"
 
 
 def _describe(problem: Problem) -> str:
@@ -191,7 +192,7 @@ def _describe(problem: Problem) -> str:
         dims += f", value_dim {problem.value_dim}"
     return (
         f"batch {problem.batch}, {lengths}, {problem.q_heads} query heads on {problem.kv_heads} "
-        f"KV heads, {dims}, {problem.dtype}, {'full' if pairs else 'causal'}"
+        f"KV heads,\n{dims}, {problem.dtype}, {'full' if pairs else 'causal'}"
     )
 
 
@@ -203,25 +204,32 @@ def _hop(plan: Plan, hop: object, link: str) -> str:
     return f"{_size(hop.rows * plan.problem.kv_row_bytes)} {link} {hop.peer}"
 
 
-def _size(count: int) -> str:
+def _unit(count: int) -> tuple[str, int]:
+    """The largest unit of which `count` bytes are at least one, and its bytes."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:
-            return f"{count / (1 << power):.2f} {unit}"
-    return f"{count} B"
+            return unit, 1 << power
+    return "bytes", 1
+
+
+def _size(count: int) -> str:
+    unit, size = _unit(count)
+    return f"{count / size:.2f} {unit}" if size > 1 else f"{count} {unit}"
 
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
-def _table(*columns: str, text: tuple[str, ...] = ("backend", "in")) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+def _table(*columns: str, text: tuple[str, ...] = ("in",)) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
         table.add_column(name, justify="left" if name in text else "right", no_wrap=True)
     return table
 
 
 def _console() -> Console:
-    """Wide enough for the tables where there is no terminal to say."""
+    """Never narrower than the tables: a line that the terminal wraps is better than a figure
+    that is cut off."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+    return Console(highlight=False, width=max(console.width, 120), soft_wrap=True)
