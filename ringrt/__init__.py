@@ -20,12 +20,13 @@ from ringrt.errors import (
     RankMismatch,
     RingrtError,
     TransportError,
+    TransportUnavailable,
     Unsupported,
 )
 from ringrt.version import __version__
 
 if TYPE_CHECKING:
-    from ringrt.launch import attention, run_threads
+    from ringrt.launch import attention, attention_backward, run_threads
     from ringrt.plan import Mask, Piece
     from ringrt.ring import Ring
 
@@ -44,9 +45,11 @@ __all__ = [
     "Ring",
     "RingrtError",
     "TransportError",
+    "TransportUnavailable",
     "Unsupported",
     "__version__",
     "attention",
+    "attention_backward",
     "run_threads",
 ]
 
@@ -55,6 +58,7 @@ _HOMES = {
     "Piece": "ringrt.plan",
     "Ring": "ringrt.ring",
     "attention": "ringrt.launch",
+    "attention_backward": "ringrt.launch",
     "run_threads": "ringrt.launch",
 }
 

@@ -25,11 +25,15 @@ Stream = Any
 class Backend(Protocol):
     """The contract. Arrays are `[batch, rows, heads, dim]`, any strides, in `problem.dtype`.
 
-    One pass is `begin`, any number of `accumulate`, `finish`, all with one stream. The state
+    A forward pass is `begin`, any number of `accumulate`, `finish`; a backward pass the same
+    with `_backward`; all with one stream. The state
     is the backend's own. q, k and v stay the caller's and are never written; k and v may be
     overwritten as soon as `accumulate` returns (on a device: when the stream has come past).
     What a query row does not see must not reach it, NaN and inf included.
     """
+
+    #: Whether the three verbs of the backward pass are implemented.
+    backward: bool
 
     def supports(self, problem: Problem) -> str | None:
         """None if every part of the problem is implemented; otherwise what is not, in words."""
@@ -38,8 +42,11 @@ class Backend(Protocol):
         """Compile or load what the problem needs. Called before data moves, when no other
         rank waits at a short deadline; free when called again."""
 
-    def begin(self, q: Array, problem: Problem, stream: Stream = None) -> Any:
-        """The empty state of q's rows. q must stay as it is until `finish`."""
+    def begin(
+        self, q: Array, problem: Problem, sink: Array | None = None, stream: Stream = None
+    ) -> Any:
+        """The empty state of q's rows, or with sink logits `[q_heads]` the one that has absorbed
+        them. q must stay as it is until `finish`."""
 
     def accumulate(
         self, state: Any, k: Array, v: Array, tiles: TileTable, stream: Stream = None
@@ -51,8 +58,38 @@ class Backend(Protocol):
         """out `[batch, rows, q_heads, value_dim]` in `problem.dtype` and lse
         `[batch, q_heads, rows]` in `problem.state_dtype`, natural logarithm."""
 
+    def begin_backward(
+        self,
+        q: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        problem: Problem,
+        stream: Stream = None,
+    ) -> Any:
+        """The gradients of some query rows, so far none. dout like out; lse and
+        delta = rowsum(dout · out) `[batch, q_heads, rows]` in the state dtype, of the whole row
+        and not of a block. All must stay as they are until `finish_backward`."""
+
+    def accumulate_backward(
+        self,
+        grads: Any,
+        k: Array,
+        v: Array,
+        dk: Array,
+        dv: Array,
+        tiles: TileTable,
+        stream: Stream = None,
+    ) -> None:
+        """Add the tiles' gradients to dq (in `grads`) and to dk and dv, which are like k and v
+        in the state dtype, contiguous. The order of addition must not depend on chance."""
+
+    def finish_backward(self, grads: Any, stream: Stream = None) -> Array:
+        """dq `[batch, rows, q_heads, head_dim]` in `problem.state_dtype`, contiguous."""
+
     def close(self) -> None:
-        """Release threads and memory. The backend is not used afterwards."""
+        """Release threads and memory. The backend is not used afterwards. May come from another
+        thread while it computes, which it then breaks off with a `KernelError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +123,8 @@ class BlockBackend(ABC):
     the kernel reports for rows that see nothing.
     """
 
+    backward = False
+
     #: e for natural logarithms, 2 for kernels that work in powers of two.
     lse_base: float = np.e
 
@@ -103,11 +142,13 @@ class BlockBackend(ABC):
     def prepare(self, problem: Problem) -> None:  # noqa: B027 - optional
         """See `Backend.prepare`."""
 
-    def begin(self, q: Array, problem: Problem, stream: Stream = None) -> BlockState:
+    def begin(
+        self, q: Array, problem: Problem, sink: Array | None = None, stream: Stream = None
+    ) -> BlockState:
         """See `Backend.begin`."""
         batch, rows = q.shape[:2]
         softmax = SoftmaxState.empty(
-            batch, problem.q_heads, rows, problem.value_dim, problem.state_dtype
+            batch, problem.q_heads, rows, problem.value_dim, problem.state_dtype, sink
         )
         return BlockState(q, problem, softmax)
 

@@ -9,6 +9,7 @@
     │   ├── Unsupported                 it runs, but does not do what was asked
     │   └── KernelError                 it failed while computing
     └── TransportError
+        ├── TransportUnavailable        it cannot run on this machine
         ├── RankMismatch                ranks called with different things
         ├── ExchangeTimeout             a peer did not answer within the deadline
         └── PeerLost                    a peer failed, died or left
@@ -69,6 +70,10 @@ class KernelError(BackendError):
 
 class TransportError(RingrtError):
     """Base of what goes wrong between ranks."""
+
+
+class TransportUnavailable(TransportError):
+    """The transport cannot run on this machine; the text says what would mend it."""
 
 
 class RankMismatch(TransportError):

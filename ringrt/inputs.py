@@ -35,6 +35,8 @@ class Shapes:
 
 def as_numpy(name: str, x: Any) -> Array:
     """x itself, if it is a NumPy array; otherwise `HandoffError`."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise HandoffError(f"{name}: a masked array, whose mask would be ignored; pass a plain one")
     if isinstance(x, np.ndarray):
         return x
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
@@ -76,3 +78,20 @@ def check_arrays(q: Array, k: Array, v: Array) -> Shapes:
         q_rows=q.shape[1],
         kv_rows=k.shape[1],
     )
+
+
+def check_result(shapes: Shapes, dout: Array, out: Array, lse: Array) -> None:
+    """`ConfigError` unless dout and out `[batch, rows, q_heads, value_dim]` and lse
+    `[batch, q_heads, rows]` fit q, k and v."""
+    expected = (shapes.batch, shapes.q_rows, shapes.q_heads, shapes.value_dim)
+    for name, x in (("dout", dout), ("out", out)):
+        if x.shape != expected:
+            raise ConfigError(name, f"shape {expected}", f"shape {x.shape}")
+        if dtype_name(x) != shapes.dtype:
+            raise ConfigError(name, f"the dtype of q, {shapes.dtype}", x.dtype)
+    if lse.shape != (shapes.batch, shapes.q_heads, shapes.q_rows):
+        lse_shape = (shapes.batch, shapes.q_heads, shapes.q_rows)
+        raise ConfigError("lse", f"shape {lse_shape}", f"shape {lse.shape}")
+    lse_dtype = "float64" if shapes.dtype == "float64" else "float32"
+    if dtype_name(lse) != lse_dtype:
+        raise ConfigError("lse", f"dtype {lse_dtype}", lse.dtype)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ringrt.errors import ConfigError, PeerLost, RankMismatch
-from ringrt.inputs import as_numpy, check_arrays
-from ringrt.plan import get_partition
+from ringrt.inputs import as_numpy, check_arrays, check_result
+from ringrt.plan import Partition, get_partition
+from ringrt.plan.mask_options import is_whole
 from ringrt.plan.partition import Array, shard, unshard
 from ringrt.registry import registry
 from ringrt.ring import Ring
@@ -33,13 +34,13 @@ def run_threads(
     own account is raised, with the rank in its notes. A rank that neither returns nor fails
     within `timeout` seconds of that is left behind (its thread is a daemon).
     """
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError("ranks", "a whole number of at least 1", ranks)
+    if not is_whole(ranks) or ranks < 1:
+        raise ConfigError("ranks", "a whole number of at least 1", repr(ranks))
     group = registry().transport(transport).group
     if group is None:
         raise ConfigError("transport", "one whose ranks are threads", repr(transport))
     job = _Job(fn, {"timeout": timeout, **options})
-    ends = group(ranks)
+    ends = group(int(ranks))
     threads = [
         threading.Thread(target=job.run, args=(end,), name=f"ringrt-{end.rank}", daemon=True)
         for end in ends
@@ -50,6 +51,8 @@ def run_threads(
         _join(threads, job, timeout)
     except BaseException:
         ends[0].abort("interrupted")
+        for ring in list(job.rings):
+            ring.stop_computing()
         raise
     if job.failures:
         rank, error = job.first_failure()
@@ -78,8 +81,7 @@ def attention(
     rule = get_partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, Array]:
-        runs = (rule.runs(x.shape[1], ring.size, ring.rank) for x in arrays)
-        return ring.attention(*(shard(x, r) for x, r in zip(arrays, runs, strict=True)), **options)
+        return ring.attention(*_shards(rule, ring, arrays), **options)
 
     results = run_threads(
         on_rank,
@@ -94,6 +96,53 @@ def attention(
     return unshard(outs, rule), unshard(lses, rule, axis=2)
 
 
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    ranks: int,
+    partition: str = "striped",
+    schedule: str = "auto",
+    travel: str = "auto",
+    backend: str = "auto",
+    transport: str = "threads",
+    timeout: float = 60.0,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """The gradients over whole arrays, on `ranks` thread ranks: (dq, dk, dv), or with `sink`
+    (dq, dk, dv, dsink). Shapes and `options` as for `Ring.attention_backward`."""
+    names = ("dout", "q", "k", "v", "out", "lse")
+    arrays = [as_numpy(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
+    check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:])
+    rule = get_partition(partition)
+
+    def on_rank(ring: Ring) -> tuple[Array, ...]:
+        shards = _shards(rule, ring, arrays[:5]) + _shards(rule, ring, arrays[5:], axis=2)
+        return ring.attention_backward(*shards, **options)
+
+    results = run_threads(
+        on_rank,
+        ranks,
+        partition=partition,
+        schedule=schedule,
+        travel=travel,
+        backend=backend,
+        transport=transport,
+        timeout=timeout,
+    )
+    gradients = list(zip(*results, strict=True))
+    return (*(unshard(shards, rule) for shards in gradients[:3]), *(x[0] for x in gradients[3:]))
+
+
+def _shards(rule: Partition, ring: Ring, arrays: list[Array], axis: int = 1) -> list[Array]:
+    """The rank's shards of whole arrays, without asking the other ranks."""
+    return [shard(x, rule.runs(x.shape[axis], ring.size, ring.rank), axis) for x in arrays]
+
+
 @dataclass(slots=True)
 class _Job:
     """What the thread ranks of one `run_threads` leave behind."""
@@ -101,12 +150,14 @@ class _Job:
     fn: Callable[[Ring], Any]
     options: dict[str, Any]
     results: dict[int, Any] = field(default_factory=dict)
+    rings: list[Ring] = field(default_factory=list)
     #: In the order in which they happened.
     failures: list[tuple[int, BaseException]] = field(default_factory=list)
 
     def run(self, end: Transport) -> None:
         try:
             with Ring(end, **self.options) as ring:
+                self.rings.append(ring)
                 self.results[end.rank] = self.fn(ring)
         except BaseException as error:
             self.failures.append((end.rank, error))

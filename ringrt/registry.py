@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -11,9 +11,9 @@ from typing import TypeVar
 import pluggy
 
 from ringrt import hookspecs
-from ringrt.backend import BackendSpec
-from ringrt.errors import BackendUnavailable, ConfigError, TransportError
-from ringrt.transport import TransportSpec
+from ringrt.backend import Backend, BackendContext, BackendSpec
+from ringrt.errors import BackendUnavailable, ConfigError, TransportError, TransportUnavailable
+from ringrt.transport import Launch, Transport, TransportSpec
 
 ENTRY_POINT_GROUP = "ringrt"
 
@@ -31,28 +31,48 @@ class Registry:
     def backend(self, name: str) -> BackendSpec:
         """The backend of that name, able to run here."""
         spec = _named(self.backends, name, "backend")
-        if missing := _probe(spec.probe):
+        if missing := missing_for(spec):
             raise BackendUnavailable(f"backend {name}: {missing}")
         return spec
 
-    def backend_candidates(self) -> list[BackendSpec]:
+    def load(self, name: str, context: BackendContext) -> Backend:
+        """A backend of that name for one rank; `BackendUnavailable` if it cannot be made."""
+        spec = self.backend(name)
+        try:
+            return spec.load(context)
+        except Exception as error:
+            raise BackendUnavailable(f"backend {name}: {_one_line(error)}") from error
+
+    def candidates(self) -> list[BackendSpec]:
         """What `auto` may take, best first: able to run here, and willing."""
         willing = [spec for spec in self.backends.values() if spec.priority is not None]
         willing.sort(key=lambda spec: -(spec.priority or 0))
-        return [spec for spec in willing if _probe(spec.probe) is None]
+        return [spec for spec in willing if missing_for(spec) is None]
 
     def transport(self, name: str) -> TransportSpec:
         """The transport of that name, able to run here."""
         spec = _named(self.transports, name, "transport")
-        if missing := _probe(spec.probe):
-            raise TransportError(f"transport {name}: {missing}")
+        if missing := missing_for(spec):
+            raise TransportUnavailable(f"transport {name}: {missing}")
         return spec
 
-    def launched(self) -> TransportSpec | None:
-        """The transport whose launcher started this process, if one did."""
+    def connect(self, name: str) -> Transport:
+        """Join the ring of all processes that the transport's launcher started."""
+        spec = self.transport(name)
+        if spec.connect is None:
+            raise TransportUnavailable(f"transport {name}: its ranks are threads, not processes")
+        try:
+            return spec.connect()
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportUnavailable(f"transport {name}: {_one_line(error)}") from error
+
+    def launched(self) -> tuple[TransportSpec, Launch] | None:
+        """The transport whose launcher started this process, and as which rank, if one did."""
         for spec in self.transports.values():
-            if spec.launched is not None and spec.launched() is not None:
-                return spec
+            if spec.launched is not None and (launch := spec.launched()) is not None:
+                return spec, launch
         return None
 
 
@@ -109,10 +129,10 @@ def _named(specs: Mapping[str, Spec], name: str, kind: str) -> Spec:
     return specs[name]
 
 
-def _probe(probe: Callable[[], str | None]) -> str | None:
-    """A probe's answer; a probe that fails is an answer too."""
+def missing_for(spec: BackendSpec | TransportSpec) -> str | None:
+    """What the spec's probe says is missing; a probe that fails is an answer too."""
     try:
-        return probe()
+        return spec.probe()
     except Exception as error:
         return _one_line(error)
 

@@ -29,13 +29,27 @@ class SoftmaxState:
     y: Array
 
     @classmethod
-    def empty(cls, batch: int, heads: int, rows: int, value_dim: int, dtype: str) -> SoftmaxState:
-        """The identity: no key seen yet."""
-        return cls(
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        rows: int,
+        value_dim: int,
+        dtype: str,
+        sink: Array | None = None,
+    ) -> SoftmaxState:
+        """No key seen yet: the identity, or with sink logits `[heads]` the state that has seen
+        one key of that score, whose value is 0."""
+        state = cls(
             m=np.full((batch, heads, rows), -np.inf, dtype=dtype),
             z=np.zeros((batch, heads, rows), dtype=dtype),
             y=np.zeros((batch, heads, rows, value_dim), dtype=dtype),
         )
+        if sink is not None:
+            logits = sink.astype(dtype)[None, :, None]
+            state.m[...] = logits
+            state.z[...] = logits != -np.inf
+        return state
 
     def rows(self, start: int, stop: int) -> SoftmaxState:
         """A view of some rows: writing to it writes here."""

@@ -15,8 +15,9 @@ def visible_pairs(q_length: int, kv_length: int, causal: bool = False) -> np.nda
     return seen
 
 
-def attention(q, k, v, seen=None, *, causal=False, scale=None, softcap=None):
-    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]: each row a plain softmax over what it sees."""
+def attention(q, k, v, seen=None, *, causal=False, scale=None, softcap=None, sink=None):
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]: each row a plain softmax over what it sees, and
+    over the sink of its head, whose value is 0."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     batch, q_length, q_heads, head_dim = q.shape
     kv_length, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -33,11 +34,48 @@ def attention(q, k, v, seen=None, *, causal=False, scale=None, softcap=None):
                 scores = softcap * np.tanh(scores / softcap)
             for i in range(q_length):
                 keys = np.flatnonzero(seen[i])
-                if len(keys) == 0 or np.all(scores[i, keys] == -np.inf):
+                extra = -np.inf if sink is None else float(sink[h])
+                if np.all(scores[i, keys] == -np.inf) and extra == -np.inf:
                     continue
                 row = scores[i, keys]
-                top = row.max()
+                top = max(row.max(initial=-np.inf), extra)
                 weights = np.exp(row - top)
-                out[b, i, h] = weights @ v[b, keys, g] / weights.sum()
-                lse[b, h, i] = top + np.log(weights.sum())
+                total = weights.sum() + np.exp(extra - top)
+                out[b, i, h] = weights @ v[b, keys, g] / total
+                lse[b, h, i] = top + np.log(total)
     return out, lse
+
+
+def gradients(dout, q, k, v, seen=None, *, causal=False, scale=None, softcap=None, sink=None):
+    """dq, dk, dv, and dsink [Hq] if there is a sink: the chain rule through each row."""
+    dout, q, k, v = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v))
+    batch, q_length, q_heads, head_dim = q.shape
+    kv_length, kv_heads = k.shape[1:3]
+    if seen is None:
+        seen = visible_pairs(q_length, kv_length, causal)
+    scale = head_dim**-0.5 if scale is None else scale
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dsink = np.zeros(q_heads)
+    for b in range(batch):
+        for h in range(q_heads):
+            g = h * kv_heads // q_heads
+            extra = -np.inf if sink is None else float(sink[h])
+            for i in range(q_length):
+                keys = np.flatnonzero(seen[i])
+                raw = k[b, keys, g] @ q[b, i, h] * scale
+                scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
+                if np.all(scores == -np.inf):
+                    continue
+                top = max(scores.max(), extra)
+                weights = np.append(np.exp(scores - top), np.exp(extra - top))
+                p = weights / weights.sum()
+                # softmax: ds = p * (dp - sum of p * dp); the sink's value is 0, so its dp is 0.
+                dp = np.append(v[b, keys, g] @ dout[b, i, h], 0.0)
+                ds = p * (dp - p @ dp)
+                dsink[h] += ds[-1]
+                slope = 1.0 if softcap is None else 1 - np.tanh(raw / softcap) ** 2
+                draw = ds[:-1] * slope * scale
+                dq[b, i, h] += draw @ k[b, keys, g]
+                dk[b, keys, g] += np.outer(draw, q[b, i, h])
+                dv[b, keys, g] += np.outer(p[:-1], dout[b, i, h])
+    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)

@@ -9,11 +9,11 @@ from safetensors.numpy import load_file, save_file
 
 import oracle
 import ringrt
-from ringrt.errors import ConfigError
+from ringrt.errors import ConfigError, RankMismatch
 from ringrt.jobs.load import LoadedJob, validate
-from ringrt.jobs.run import check_job, run_on_threads
+from ringrt.jobs.run import check_job, run_on_rank, run_on_threads
 from ringrt.jobs.sources import open_source
-from ringrt.jobs.verify import Verdict, verify
+from ringrt.jobs.verify import Figure, Results, Sample, Verdict, verify
 from ringrt.plan import PARTITIONS, Mask, Problem, Run
 from ringrt.plan.partition import positions
 from support import PARTITIONS as NAMES, numpy_dtype, random_qkv
@@ -51,8 +51,9 @@ def test_a_job_verifies_itself_and_writes_the_right_output(tmp_path, name, causa
     np.testing.assert_allclose(written["lse"], lse, rtol=0, atol=2e-6)
     assert [p.name for p in tmp_path.iterdir()] == ["out.safetensors"]
     for each in report.ranks:
-        assert each.stats.bytes_sent == each.bytes_formula
-        assert each.stats.peak_kv_bytes == each.peak_formula
+        for done in each.passes.values():
+            assert done.stats.bytes_sent == done.bytes_planned
+            assert done.stats.peak_kv_bytes == done.peak_planned
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -70,44 +71,96 @@ def test_sampled_rows(tmp_path):
     assert report.passed
 
 
-def test_a_wrong_result_fails_verification(tmp_path):
+def test_a_wrong_result_fails_verification_and_replaces_nothing(tmp_path):
     """The null backend answers 0: the job must say that it is not verified."""
-    report = run(loaded(tmp_path, ring={"backend": "null"}))
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    output = {"path": "out.safetensors"}
+    report = run(loaded(tmp_path, ring={"backend": "null"}, output=output))
     assert not report.passed
+    assert not report.written
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": [9, 2], "softcap": 2.0}])
+def test_backward_verifies_itself(tmp_path, name, options):
+    job = loaded(
+        tmp_path,
+        attention=options,
+        ring={"partition": name},
+        passes=["forward", "backward"],
+        verify={"rows": "all"},
+    )
+    report = run(job)
+    assert report.passed
+    assert set(report.ranks[0].verdict.figures) == {"out", "lse", "dq", "dk", "dv"}
+    for each in report.ranks:
+        for done in each.passes.values():
+            assert done.stats.bytes_sent == done.bytes_planned
+            assert done.stats.peak_kv_bytes == done.peak_planned
+
+
+def test_a_job_does_not_replace_its_own_input(tmp_path):
+    q, k, v = random_qkv(8)
+    save_file({"q": q, "k": k, "v": v}, tmp_path / "in.safetensors")
+    job = loaded(
+        tmp_path,
+        input={"source": "file", "path": "in.safetensors"},
+        output={"path": "in.safetensors"},
+    )
+    with pytest.raises(ConfigError, match="output.path: expected another file than input.path"):
+        check_job(job, 2)
+
+
+def test_ranks_with_different_jobs_do_not_work_together(tmp_path):
+    jobs = [loaded(tmp_path), loaded(tmp_path, attention={"causal": True})]
+
+    def on_rank(ring):
+        return run_on_rank(ring, jobs[ring.rank], lambda phase, done, total: None)
+
+    with pytest.raises(RankMismatch, match="ranks disagree on the job"):
+        ringrt.run_threads(on_rank, 2, timeout=10)
 
 
 def problem_and_source(tmp_path, length, dtype, causal):
-    source = open_source(validate({"input": RANDOM | {"length": length, "dtype": dtype}}).input, tmp_path)  # fmt: skip
+    spec = validate({"input": RANDOM | {"length": length, "dtype": dtype}}).input
     mask = (Mask.causal if causal else Mask.full)(length, length)
-    return source, Problem(1, 4, 2, 8, 8, length, length, dtype, mask, 0.3)
+    return open_source(spec, tmp_path), Problem(1, 4, 2, 8, 8, length, length, dtype, mask, 0.3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_verifier_passes_the_right_and_fails_the_slightly_wrong(tmp_path, dtype):
     source, problem = problem_and_source(tmp_path, 40, dtype, causal=True)
-    q, k, v = (source.read(n, (Run(0, 1, 40),)) for n in "qkv")
+    q, k, v, dout = (source.read(n, (Run(0, 1, 40),)) for n in ("q", "k", "v", "dout"))
     out, lse = oracle.attention(q, k, v, causal=True, scale=0.3)
-    out, lse = out.astype(numpy_dtype(dtype)), lse.astype(problem.state_dtype)
-    at = np.arange(40)
+    gradients = oracle.gradients(dout, q, k, v, causal=True, scale=0.3)
+    delta = np.einsum("brhd,brhd->bhr", dout.astype(float), out)
+    right = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    sample = Sample(np.arange(40), np.arange(40))
 
-    def check(out, lse):
-        return verify(source, problem, out, lse, at, at, lambda done, total: None)
+    def check(name=None, element=None, by=0.0):
+        given = {n: x.astype(numpy_dtype(dtype)) for n, x in right.items()}
+        given["lse"] = lse.astype(problem.state_dtype)
+        if name:
+            given[name][element] = np.float64(given[name][element]) + by
+        results = Results(
+            given["out"], given["lse"], (given["dq"], given["dk"], given["dv"]), lse, delta
+        )
+        return verify(source, problem, results, sample, sample, lambda done, total: None)
 
-    assert check(out, lse).passed
-    step = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 5e-6, "float64": 1e-13}[dtype]
-    wrong = out.copy()
-    wrong[0, 17, 3, 2] = np.float64(wrong[0, 17, 3, 2]) + step
-    assert not check(wrong, lse).passed
-    wrong[0, 17, 3, 2] = np.nan
-    assert not check(wrong, lse).passed
-    wrong = lse.copy()
-    wrong[0, 1, 5] += 5e-6
-    assert not check(out, wrong).passed
+    assert check().passed
+    step = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-13}[dtype]
+    for name in ("out", "dq", "dk", "dv"):
+        heads = 1 if name in ("dk", "dv") else 3
+        verdict = check(name, (0, 17, heads, 2), step)
+        assert [n for n, f in verdict.figures.items() if not f.excess <= f.bound] == [name]
+        assert not check(name, (0, 17, heads, 2), np.nan).passed
+    assert not check("lse", (0, 1, 5), 1e-5).passed
 
 
 def test_a_verdict_of_nan_does_not_pass():
-    assert not Verdict(rows=1, out_excess=float("nan"), out_bound=1.0, lse_bound=1.0).passed
-    assert Verdict(rows=1, out_bound=1.0, lse_bound=1.0).passed
+    assert not Verdict(1, {"out": Figure(excess=float("nan"), bound=1.0)}).passed
+    assert Verdict(1, {"out": Figure(excess=0.5, bound=1.0)}).passed
 
 
 @settings(max_examples=30)
@@ -215,9 +268,9 @@ def test_an_old_output_stays_whole_until_the_new_one_is(tmp_path, monkeypatch):
 
 def test_no_rank_reads_more_than_its_rows_and_blocks(tmp_path, monkeypatch):
     """Reads of k and v are the rank's own rows, or a block for the oracle."""
-    from ringrt.jobs import sources, verify as verifier
+    from ringrt.jobs import oracle as verifier, sources
 
-    monkeypatch.setattr(verifier, "_KEY_BLOCK", 32)
+    monkeypatch.setattr(verifier, "_BLOCK", 32)
     rows = []
     read = sources.RandomSource.read
 
@@ -241,5 +294,11 @@ def test_the_problem_of_a_job_is_that_of_the_call(tmp_path, monkeypatch):
         return original(self, *arrays, **options)
 
     monkeypatch.setattr(ringrt.Ring, "attention", spy)
-    run(loaded(tmp_path, attention={"causal": True, "scale": 0.25, "softcap": 3.0}), ranks=2)
-    assert seen == [{"causal": True, "scale": 0.25, "softcap": 3.0}] * 2
+    given = {"causal": True, "scale": 0.25, "softcap": 3.0, "window": [5, -1], "prefix": 2,
+             "sink_tokens": 3, "documents": [0, 40, 300], "sink": [0.5, 1.0, 0.0, -1.0]}  # fmt: skip
+    report = run(loaded(tmp_path, attention=given, verify={"rows": "all"}), ranks=2)
+    assert report.passed
+    for options in seen:
+        assert options.pop("sink").tolist() == given["sink"]
+        assert options == {name: value for name, value in given.items() if name != "sink"}
+    assert len(seen) == 2

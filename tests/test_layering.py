@@ -18,7 +18,7 @@ FLOORS = [
     {"hookspecs", "registry", "inputs"},
     {"engine"},
     {"transports"},
-    {"ring", "launch"},
+    {"options", "calls", "ring", "launch"},
     {"jobs"},
     {"cli", "__main__"},
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import ringrt
 from ringrt import ConfigError, HandoffError, RankMismatch, Unsupported
+from ringrt.plan import get_partition
 from support import random_qkv
 
 
@@ -46,7 +49,7 @@ def test_arrays(change, message):
         ({"softcap": -1.0}, "softcap: expected a finite number > 0"),
         ({"length": 13}, r"length: expected \(13, 13\) by the argument, got \(12, 12\)"),
         ({"partition": "diagonal"}, "partition: expected contiguous or striped or zigzag"),
-        ({"schedule": "star"}, "schedule: expected auto or ring, got 'star'"),
+        ({"schedule": "star"}, "schedule: expected auto or ring or direct, got 'star'"),
         ({"backend": "abacus"}, "backend: expected auto or cpu or null or reference"),
         ({"transport": "pigeon"}, "transport: expected auto or mpi or threads"),
         ({"transport": "mpi"}, "transport: expected one whose ranks are threads, got 'mpi'"),
@@ -60,7 +63,7 @@ def test_options(options, message):
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "window", "documents", "mask"])
+@pytest.mark.parametrize("name", ["dropout_p", "alibi_slopes", "attn_bias", "is_causal"])
 def test_what_is_not_implemented_is_refused_by_name(name):
     with pytest.raises(Unsupported, match=f"{name}: not implemented in Ring.attention"):
         call(**{name: 1})
@@ -122,18 +125,17 @@ def test_disagreement_is_a_mismatch_on_every_rank_naming_field_and_ranks(odd, fi
         assert "ranks 0, 2" in str(error)
 
 
-@pytest.mark.parametrize("field", ["partition", "schedule"])
-def test_rings_of_different_make_do_not_work_together(field):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("partition", get_partition("zigzag")), ("schedule", "direct"), ("travel", "q")],
+)
+def test_rings_of_different_make_do_not_work_together(field, value):
     q, k, v = random_qkv(12)
 
     def on_rank(ring):
-        from ringrt.plan import get_partition
-
         if ring.rank == 2:
-            ring.partition = get_partition("zigzag")
-            ring.schedule = "ring"
-        if field == "schedule":
-            ring.partition = get_partition("striped")
+            caller = ring._caller
+            caller.options = dataclasses.replace(caller.options, **{field: value})
         ring.attention(q[:, :4], k[:, :4], v[:, :4])
 
     for error in outcomes(on_rank, 3):

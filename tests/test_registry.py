@@ -89,7 +89,7 @@ def test_auto_takes_the_best_that_runs_here_and_is_willing(load):
             spec("never"),
         ]
     )
-    assert [each.name for each in found.backend_candidates()] == ["fast", "slow"]
+    assert [each.name for each in found.candidates()] == ["fast", "slow"]
     with pytest.raises(BackendUnavailable, match="backend gone: it is gone"):
         found.backend("gone")
     with pytest.raises(BackendUnavailable, match="backend broken: OSError: planted"):

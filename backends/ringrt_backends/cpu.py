@@ -1,12 +1,14 @@
 """Attention on the cores of the host: blockwise, never holding more scores than one block.
 
-Work is cut into tasks of one KV head and a block of query rows; a task absorbs all tiles of
-its rows, for the query heads that share the KV head, so that K and V are unpacked once for all
-of them and no two tasks write the same state. fp16 and bf16 are widened as they are unpacked.
+Work is cut into tasks that share nothing they write. In forward a task is one KV head and a
+block of query rows, for the query heads that share the KV head, so that K and V are unpacked
+once for all of them. In backward it is one KV head, which owns its dk and dv and the dq of its
+query heads. fp16 and bf16 are widened as they are unpacked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,23 +17,26 @@ from typing import Any
 import numpy as np
 
 from ringrt.backend import Stream
+from ringrt.errors import KernelError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import Tile, TileTable
 from ringrt.softmax_state import SoftmaxState
-from ringrt_backends.cpu_kernel import BLOCK, absorb_block, compile_for
+from ringrt_backends.cpu_kernel import BLOCK, absorb, absorb_backward, compile_for
 
 #: Query rows of a task, and keys that it unpacks at a time: K and V of one chunk stay in the
 #: second-level cache while the rows pass over them.
 _ROWS, _KEYS = 128, 512
 
-#: "No bound" for the kernel: any band index is smaller.
+#: "No bound" for the kernels: any band index is smaller.
 _FAR = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class CpuState:
-    """q as `[batch, q_heads, rows, head_dim]` in the state's dtype, packed once a pass."""
+    """q as `[batch, q_heads, rows, head_dim]` in the dtype that is computed in, packed once a
+    pass, and the state of its rows in float64: it never travels, and sums over a million keys
+    would lose bits in float32."""
 
     q: Array
     problem: Problem
@@ -39,28 +44,43 @@ class CpuState:
     out_dtype: np.dtype[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class CpuGrads:
+    """q and dout as `[batch, q_heads, rows, dim]`, packed once; lse, delta `[batch, q_heads,
+    rows]` and dq like q, in float64."""
+
+    q: Array
+    dout: Array
+    lse: Array
+    delta: Array
+    dq: Array
+    problem: Problem
+
+
 class CpuBackend:
     """See `ringrt.backend.Backend`. `threads` workers of its own; one runs in the caller."""
 
+    backward = True
+
     def __init__(self, threads: int) -> None:
-        self._threads = max(1, threads)
-        self._pool = ThreadPoolExecutor(self._threads, "ringrt-cpu") if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads, "ringrt-cpu") if threads > 1 else None
+        self._stopped = False
 
     def supports(self, problem: Problem) -> str | None:
         """Everything a `Problem` can say."""
         return None
 
     def prepare(self, problem: Problem) -> None:
-        """Compile the kernel for the dtype that is computed in."""
+        """Compile the kernels for the dtype that is computed in."""
         compile_for(problem.state_dtype)
 
-    def begin(self, q: Array, problem: Problem, stream: Stream = None) -> CpuState:
-        """The empty state."""
-        dtype = problem.state_dtype
-        batch, rows = q.shape[:2]
-        packed = np.ascontiguousarray(_widen(q, dtype).transpose(0, 2, 1, 3))
-        softmax = SoftmaxState.empty(batch, problem.q_heads, rows, problem.value_dim, dtype)
-        return CpuState(packed, problem, softmax, q.dtype)
+    def begin(
+        self, q: Array, problem: Problem, sink: Array | None = None, stream: Stream = None
+    ) -> CpuState:
+        """The empty state, or that of the sink."""
+        shape = (q.shape[0], problem.q_heads, q.shape[1], problem.value_dim)
+        softmax = SoftmaxState.empty(*shape, "float64", sink)
+        return CpuState(_heads_first(q, problem.state_dtype), problem, softmax, q.dtype)
 
     def accumulate(
         self, state: CpuState, k: Array, v: Array, tiles: TileTable, stream: Stream = None
@@ -68,58 +88,169 @@ class CpuBackend:
         """Absorb all tiles, the rows with the most work first."""
         blocks = [tiles.rows(r, r + _ROWS) for r in range(0, state.q.shape[2], _ROWS)]
         blocks = sorted((b for b in blocks if len(b)), key=lambda b: -b.visible_pairs().sum())
-        heads = [(b, h) for b in range(state.problem.batch) for h in range(state.problem.kv_heads)]
-        tasks = [partial(_absorb, state, k, v, b, h, rows) for rows in blocks for b, h in heads]
-        if self._pool is None:
-            for task in tasks:
-                task()
-        else:
-            for future in [self._pool.submit(task) for task in tasks]:
-                future.result()
+        heads = _heads(state.problem)
+        self._run([partial(_absorb, state, k, v, *at, rows) for rows in blocks for at in heads])
 
     def finish(self, state: CpuState, stream: Stream = None) -> tuple[Array, Array]:
-        """out in the dtype of q, lse in the state's."""
+        """out in the dtype of q, lse in the problem's state dtype."""
         out, lse = state.softmax.finish()
         with np.errstate(over="ignore"):
-            return np.ascontiguousarray(out.astype(state.out_dtype)), lse
+            narrow = np.ascontiguousarray(out.astype(state.out_dtype))
+        return narrow, lse.astype(state.problem.state_dtype)
+
+    def begin_backward(
+        self,
+        q: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        problem: Problem,
+        stream: Stream = None,
+    ) -> CpuGrads:
+        """dq is 0 so far."""
+        dtype = problem.state_dtype
+        packed = _heads_first(q, dtype)
+        return CpuGrads(
+            packed,
+            _heads_first(dout, dtype),
+            np.require(lse, np.float64, ("C", "W")),
+            np.require(delta, np.float64, ("C", "W")),
+            np.zeros(packed.shape),
+            problem,
+        )
+
+    def accumulate_backward(
+        self,
+        grads: CpuGrads,
+        k: Array,
+        v: Array,
+        dk: Array,
+        dv: Array,
+        tiles: TileTable,
+        stream: Stream = None,
+    ) -> None:
+        """Add the gradients of all tiles."""
+        heads = _heads(grads.problem)
+        self._run([partial(_absorb_backward, grads, k, v, dk, dv, *at, tiles) for at in heads])
+
+    def finish_backward(self, grads: CpuGrads, stream: Stream = None) -> Array:
+        """dq `[batch, rows, q_heads, head_dim]` in the state dtype."""
+        dq = grads.dq.transpose(0, 2, 1, 3)
+        return np.ascontiguousarray(dq, dtype=grads.problem.state_dtype)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, also in the midst of their work."""
+        self._stopped = True
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, tasks: list[Callable[[], None]]) -> None:
+        """All tasks, on the workers. If one fails or the caller is interrupted, the rest are
+        dropped: nothing goes on in the background."""
+        if self._pool is None:
+            for task in tasks:
+                self._run_one(task)
+            return
+        futures = [self._pool.submit(self._run_one, task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    def _run_one(self, task: Callable[[], None]) -> None:
+        if self._stopped:
+            raise KernelError("backend cpu was closed while it was computing")
+        task()
+
+
+def _heads(problem: Problem) -> list[tuple[int, int]]:
+    return [(b, h) for b in range(problem.batch) for h in range(problem.kv_heads)]
 
 
 def _absorb(
     state: CpuState, k: Array, v: Array, batch: int, kv_head: int, tiles: TileTable
 ) -> None:
-    """One task: the tiles of some rows, for the query heads of one KV head."""
-    problem = state.problem
+    """One forward task: the tiles of some rows, for the query heads of one KV head."""
+    problem, softmax = state.problem, state.softmax
     for tile in tiles:
-        for key in range(tile.k0, tile.k1, _KEYS):
-            cut = slice(key, min(key + _KEYS, tile.k1))
-            panels = _panels(_widen(k[batch, cut, kv_head], problem.state_dtype))
-            values = np.ascontiguousarray(_widen(v[batch, cut, kv_head], problem.state_dtype))
+        rows = slice(tile.q0, tile.q1)
+        for cut, bounds in _chunks(tile):
+            panels = _panels(_unpack(k[batch, cut, kv_head], problem.state_dtype))
+            values = _unpack(v[batch, cut, kv_head], problem.state_dtype)
             for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-                _absorb_chunk(state, batch, head, tile, cut.start, panels, values)
+                absorb(
+                    state.q[batch, head, rows],
+                    panels,
+                    values,
+                    softmax.m[batch, head, rows],
+                    softmax.z[batch, head, rows],
+                    softmax.y[batch, head, rows],
+                    *bounds,
+                    problem.scale,
+                    problem.softcap or 0.0,
+                )
 
 
-def _absorb_chunk(
-    state: CpuState, batch: int, head: int, tile: Tile, key: int, panels: Array, values: Array
+def _absorb_backward(
+    grads: CpuGrads,
+    k: Array,
+    v: Array,
+    dk: Array,
+    dv: Array,
+    batch: int,
+    kv_head: int,
+    tiles: TileTable,
 ) -> None:
-    rows, softmax, problem = slice(tile.q0, tile.q1), state.softmax, state.problem
-    shift = key - tile.k0
-    absorb_block(
-        state.q[batch, head, rows],
-        panels,
-        values,
-        softmax.m[batch, head, rows],
-        softmax.z[batch, head, rows],
-        softmax.y[batch, head, rows],
-        max(tile.lower, -_FAR) + shift,
-        min(tile.upper, _FAR) + shift,
-        problem.scale,
-        problem.softcap or 0.0,
-    )
+    """One backward task: all tiles, for the query heads of one KV head."""
+    problem = grads.problem
+    for tile in tiles:
+        rows = slice(tile.q0, tile.q1)
+        for cut, bounds in _chunks(tile):
+            keys = _unpack(k[batch, cut, kv_head], problem.state_dtype)
+            values = _unpack(v[batch, cut, kv_head], problem.state_dtype)
+            panels = _panels(keys), _panels(values)
+            sums = np.zeros(keys.shape), np.zeros(values.shape)
+            for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
+                absorb_backward(
+                    grads.q[batch, head, rows],
+                    grads.dout[batch, head, rows],
+                    grads.lse[batch, head, rows],
+                    grads.delta[batch, head, rows],
+                    grads.dq[batch, head, rows],
+                    keys,
+                    values,
+                    *panels,
+                    *sums,
+                    *bounds,
+                    problem.scale,
+                    problem.softcap or 0.0,
+                )
+            dk[batch, cut, kv_head] += sums[0]
+            dv[batch, cut, kv_head] += sums[1]
+
+
+def _chunks(tile: Tile) -> list[tuple[slice, tuple[int, int]]]:
+    """The tile's keys in chunks, and the band's bounds in each."""
+    low, high = max(tile.lower, -_FAR), min(tile.upper, _FAR)
+    chunks = []
+    for key in range(tile.k0, tile.k1, _KEYS):
+        shift = key - tile.k0
+        chunks.append((slice(key, min(key + _KEYS, tile.k1)), (low + shift, high + shift)))
+    return chunks
+
+
+def _heads_first(x: Array, dtype: str) -> Array:
+    """`[batch, rows, heads, dim]` as a new contiguous `[batch, heads, rows, dim]`."""
+    return np.require(_widen(x, dtype).transpose(0, 2, 1, 3), requirements=("C", "W"))
+
+
+def _unpack(x: Array, dtype: str) -> Array:
+    """`[keys, dim]`, contiguous. Writable too: Numba would compile its kernels once more for
+    arrays that are not."""
+    return np.require(_widen(x, dtype), requirements=("C", "W"))
 
 
 def _panels(x: Array) -> Array:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringrt.launch import attention
-from ringrt.registry import registry
+from ringrt.registry import missing_for, registry
 from ringrt.version import __version__
 
 #: Two MPI ranks that pass one message round, through the product's own transport.
@@ -52,7 +52,7 @@ def examine() -> Iterator[Check]:
     for problem in registry().problems:
         yield Check("plugin", False, problem, "update or remove the plugin")
     for spec in registry().backends.values():
-        missing = spec.probe()
+        missing = missing_for(spec)
         if missing is not None:
             yield _missing(f"backend {spec.name}", missing)
         elif spec.priority is not None:
@@ -78,7 +78,7 @@ def _try_backend(name: str) -> Check:
 
 def _try_mpi() -> Check:
     name = "transport mpi"
-    missing = registry().transports["mpi"].probe()
+    missing = missing_for(registry().transports["mpi"])
     if missing is not None:
         return _missing(name, missing)
     mpirun = _mpirun()

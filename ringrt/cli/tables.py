@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from ringrt.plan import HOME, Mask, Plan, Problem
-from ringrt.plan.cost import count_steps
+from ringrt.errors import BackendUnavailable
+from ringrt.jobs.verify import max_or_nan
+from ringrt.plan import HOME, Hop, Mask, Plan, Problem, Step
+from ringrt.plan.cost import count_steps, payload_bytes, sum_bytes
 from ringrt.plan.problem import ITEMSIZE
-from ringrt.registry import registry
+from ringrt.registry import missing_for, registry
 
 if TYPE_CHECKING:
     from ringrt.backend import BackendSpec
@@ -23,36 +25,50 @@ _SHOWN_RANKS = 8
 
 
 def print_report(report: JobReport) -> None:
-    """The result of a job: a row for each rank, then speed and error."""
-    problem, whole = report.problem, report.problem.kv_length * report.problem.kv_row_bytes
+    """The result of a job: for each pass a row for each rank and the speed, then the error."""
     console = _console()
-    backends = " and ".join(sorted({each.stats.backend for each in report.ranks}))
-    console.print(_describe(problem))
-    console.print(f"{report.partition} over {len(report.ranks)} ranks, backend {backends}")
-    unit, size = _unit(max(each.stats.peak_kv_bytes for each in report.ranks))
-    table = _table("rank", "tokens", "ring\nsteps", f"KV sent\n{unit}", "by\nformula",
-                   "home\nof all", f"peak KV\n{unit}", "by\nformula", "peak\nof all",
+    console.print(_describe(report.problem))
+    for name, planned in report.plans.items():
+        console.print()
+        _print_pass(console, report, name, planned)
+    console.print()
+    _print_errors(console, report)
+
+
+def _print_pass(console: Console, report: JobReport, name: str, planned: Plan) -> None:
+    passes = [each.passes[name] for each in report.ranks]
+    backends = " and ".join(sorted({each.stats.backend for each in passes}))
+    moves = "K,V" if planned.travel == "kv" else "Q"
+    row = payload_bytes(planned.problem, planned.travel)
+    length = planned.problem.kv_length if moves == "K,V" else planned.problem.q_length
+    whole = row * length
+    how = f"{planned.partition.name} over {planned.size} ranks, {moves} by {planned.schedule}"
+    console.print(f"{name}: {how}, backend {backends}")
+    unit, size = _unit(max(each.stats.peak_kv_bytes for each in passes))
+    table = _table("rank", "tokens", "ring\nsteps", f"sent\n{unit}", "by\nformula",
+                   "home\nof all", f"peak {moves}\n{unit}", "by\nformula", "peak\nof all",
                    "compute\ns", "wait\ns")  # fmt: skip
-    for each in report.ranks:
+    for rank, each in enumerate(passes):
         stats = each.stats
+        home = planned.partition.count(length, planned.size, rank) * row
         table.add_row(
             str(stats.rank),
             f"{stats.tokens:,}",
             str(stats.steps),
             f"{stats.bytes_sent / size:.2f}",
-            f"{each.bytes_formula / size:.2f}",
-            _share(each.home_bytes, whole),
+            f"{each.bytes_planned / size:.2f}",
+            _share(home, whole),
             f"{stats.peak_kv_bytes / size:.2f}",
-            f"{each.peak_formula / size:.2f}",
+            f"{each.peak_planned / size:.2f}",
             _share(stats.peak_kv_bytes, whole),
             f"{stats.compute_s:.3f}",
             f"{stats.wait_s:.3f}",
         )
     console.print(table)
-    seconds = max(each.stats.seconds for each in report.ranks)
-    rate = problem.batch * problem.q_length / seconds if seconds else 0.0
+    seconds = max(each.stats.seconds for each in passes)
+    tokens = planned.problem.batch * planned.problem.q_length
+    rate = tokens / seconds if seconds else 0.0
     console.print(f"{rate:,.0f} tokens/s ({seconds:.3f} s)")
-    _print_errors(console, report)
 
 
 def _print_errors(console: Console, report: JobReport) -> None:
@@ -60,62 +76,71 @@ def _print_errors(console: Console, report: JobReport) -> None:
     if not verdicts:
         console.print("not verified")
         return
-
-    def worst(number: Callable[[int], float]) -> float:
-        return max(map(number, range(len(verdicts))), key=lambda x: (x != x, x))
-
     rows = sum(verdict.rows for verdict in verdicts)
-    out_error = worst(lambda i: verdicts[i].out_error)
-    out_excess = worst(lambda i: verdicts[i].out_excess)
-    out_bound = worst(lambda i: verdicts[i].out_bound)
-    lse_error = worst(lambda i: verdicts[i].lse_error)
-    lse_bound = worst(lambda i: verdicts[i].lse_bound)
-    excess, dtype = max(out_excess, 0.0), report.problem.dtype
     console.print(f"max error against the float64 oracle over {rows:,} rows:")
-    console.print(
-        f"  out {out_error:.2e} ({excess:.2e} beyond the rounding of {dtype}, "
-        f"bound {out_bound:.1e})"
-    )
-    console.print(f"  lse {lse_error:.2e} (bound {lse_bound:.1e})")
+    dtypes = {"lse": report.problem.state_dtype}
+    for name in verdicts[0].figures:
+        figures = [verdict.figures[name] for verdict in verdicts]
+        error = max_or_nan(*(figure.error for figure in figures))
+        excess = max_or_nan(*(figure.excess for figure in figures))
+        dtype = dtypes.get(name, report.problem.dtype)
+        bound = max(figure.bound for figure in figures)
+        console.print(
+            f"  {name:<3} {error:.2e} ({excess:.2e} beyond the rounding of {dtype}, "
+            f"bound {bound:.1e})"
+        )
     console.print("verified" if report.passed else "NOT VERIFIED: an error is beyond its bound")
+    if not report.passed:
+        console.print("no output was written")
 
 
-def print_plan(plan: Plan, rank: int | None) -> None:
-    """The schedule of a plan: every step of a few ranks, or a row for each of many."""
+def print_plan(name: str, plan: Plan, rank: int | None) -> None:
+    """The schedule of a pass: every step of a few ranks, or a row for each of many."""
     console = _console()
     problem = plan.problem
+    moves = "K,V" if plan.travel == "kv" else "Q"
     console.print(_describe(problem))
-    console.print(f"{plan.partition.name} over {plan.size} ranks, schedule {plan.schedule}")
+    how = f"{plan.partition.name} over {plan.size} ranks, {moves} by schedule {plan.schedule}"
+    console.print(f"{name}: {how}")
+    if plan.why:
+        console.print(f"chosen by bytes: {plan.why}")
     if rank is not None or plan.size <= _SHOWN_RANKS:
-        console.print(_steps_table(plan, range(plan.size) if rank is None else [rank]))
+        console.print(_steps_table(name, plan, range(plan.size) if rank is None else [rank]))
     else:
-        console.print(_ranks_table(plan))
+        console.print(_ranks_table(name, plan))
 
 
-def _steps_table(plan: Plan, ranks: Iterable[int]) -> Table:
-    table = _table("rank", "step", "shard", "in", "keys", "tiles", "work", "sends", "receives")
+def _steps_table(name: str, plan: Plan, ranks: Iterable[int]) -> Table:
+    backward = name == "backward"
+    columns = ["rank", "step", "shard", "in", "rows", "tiles", "work", "sends", "receives"]
+    table = _table(*columns, *(["sums sent", "sums received"] if backward else []))
+    row = payload_bytes(plan.problem, plan.travel)
+    sums = sum_bytes(plan.problem, plan.travel)
     for rank in ranks:
-        q_rows = plan.partition.count(plan.problem.q_length, plan.size, rank)
-        for step in plan.steps(rank):
+        for step in plan.backward_steps(rank) if backward else plan.steps(rank):
             pairs = int(step.tiles.visible_pairs().sum())
-            table.add_row(
+            cells = [
                 str(rank),
                 str(step.index),
                 str(step.shard),
                 "home" if step.slot == HOME else f"slot {step.slot}",
-                f"{step.rows:,}",
+                f"{step.rows.count:,}",
                 str(len(step.tiles)),
-                _share(pairs, q_rows * step.rows),
-                _hop(plan, step.send, "to"),
-                _hop(plan, step.recv, "from"),
-            )
+                _share(pairs, _all_pairs(plan, rank, step)),
+                _hops("to", row, step.send),
+                _hops("from", row, step.recv),
+            ]
+            if backward:
+                cells += [_hops("to", sums, step.grad_send)]
+                cells += [_hops("from", sums, step.carry, step.home)]
+            table.add_row(*cells)
         table.add_section()
     return table
 
 
-def _ranks_table(plan: Plan) -> Table:
+def _ranks_table(name: str, plan: Plan) -> Table:
     table = _table("rank", "tokens", "steps", "work", "KV sent", "KV received", "peak KV")
-    counts = [count_steps(plan, rank) for rank in range(plan.size)]
+    counts = [count_steps(plan, rank, name == "backward") for rank in range(plan.size)]
     total = sum(each.visible_pairs for each in counts)
     for rank, each in enumerate(counts):
         table.add_row(
@@ -149,12 +174,12 @@ def print_plugins() -> None:
     console = _console()
     found = registry()
     for spec in found.backends.values():
-        missing = spec.probe()
+        missing = missing_for(spec)
         console.print(f"[bold]backend {spec.name}[/]: {spec.summary}")
         said = f"cannot run here: {missing}" if missing else f"supports {_capabilities(spec)}"
         console.print(f"    {said}", markup=False)
     for each in found.transports.values():
-        missing = each.probe()
+        missing = missing_for(each)
         console.print(f"[bold]transport {each.name}[/]: {each.summary}")
         said = f"cannot run here: {missing}" if missing else "runs here"
         console.print(f"    {said}", markup=False)
@@ -166,7 +191,10 @@ def _capabilities(spec: BackendSpec) -> str:
     """What the backend says of problems that differ in one thing."""
     from ringrt.backend import BackendContext
 
-    backend = spec.load(BackendContext(threads=1))
+    try:
+        backend = registry().load(spec.name, BackendContext(threads=1))
+    except BackendUnavailable as error:
+        return f"nothing: {error}"
     able = [name for name in ITEMSIZE if backend.supports(_small(dtype=name)) is None]
     some = able[0] if able else "float32"
     options = {
@@ -174,6 +202,7 @@ def _capabilities(spec: BackendSpec) -> str:
         "value_dim ≠ head_dim": _small(dtype=some, value_dim=4),
     }
     able += [name for name, problem in options.items() if backend.supports(problem) is None]
+    able += ["backward"] if backend.backward else []
     backend.close()
     return ", ".join(able)
 
@@ -186,22 +215,29 @@ def _describe(problem: Problem) -> str:
     lengths = f"{problem.q_length:,} tokens"
     if problem.kv_length != problem.q_length:
         lengths = f"{problem.q_length:,} queries, {problem.kv_length:,} keys"
-    pairs = problem.mask == Mask.full(problem.q_length, problem.kv_length)
+    lengths_of = (problem.q_length, problem.kv_length)
+    masks = {Mask.full(*lengths_of): "full", Mask.causal(*lengths_of): "causal"}
+    mask = masks.get(problem.mask, f"a mask of {len(problem.mask.table):,} pieces")
     dims = f"head_dim {problem.head_dim}"
     if problem.value_dim != problem.head_dim:
         dims += f", value_dim {problem.value_dim}"
     return (
         f"batch {problem.batch}, {lengths}, {problem.q_heads} query heads on {problem.kv_heads} "
-        f"KV heads,\n{dims}, {problem.dtype}, {'full' if pairs else 'causal'}"
+        f"KV heads,\n{dims}, {problem.dtype}, {mask}"
     )
 
 
-def _hop(plan: Plan, hop: object, link: str) -> str:
-    from ringrt.plan import Hop
+def _all_pairs(plan: Plan, rank: int, step: Step) -> int:
+    """Pairs of the rank's own rows with the whole shard of the step."""
+    problem, count = plan.problem, plan.partition.count
+    queries, keys = (rank, step.shard) if plan.travel == "kv" else (step.shard, rank)
+    q_rows = count(problem.q_length, plan.size, queries)
+    return q_rows * count(problem.kv_length, plan.size, keys)
 
-    if not isinstance(hop, Hop):
-        return "-"
-    return f"{_size(hop.rows * plan.problem.kv_row_bytes)} {link} {hop.peer}"
+
+def _hops(link: str, row_bytes: int, *hops: Hop | None) -> str:
+    made = [f"{_size(hop.rows.count * row_bytes)} {link} {hop.peer}" for hop in hops if hop]
+    return ", ".join(made) or "-"
 
 
 def _unit(count: int) -> tuple[str, int]:

@@ -1,21 +1,21 @@
-"""The home shard and the two K,V slots: post the next exchange, wait for it, swap.
+"""What travels: the home shard, two slots for visitors, and the sums that go with them.
 
-At step s a rank computes on one buffer, sends that same buffer on, and receives into another.
-That is all the double buffering there is:
+At step s a rank computes on one buffer, passes that same buffer on, and receives into another.
+That is all the double buffering there is (round the ring; a direct schedule sends from home):
 
     step     0          1          2          3
     compute  home       slot 0     slot 1     slot 0
     send     home       slot 0     slot 1     -
     receive  slot 0     slot 1     slot 0     -
 
-The wait at the end of a step covers its send too, so a slot is never received into while it
-is still being sent from.
+The wait at the end of a step covers its sends too, so a slot is never received into while it
+is still being sent from. Only rows that some later rank needs are sent; where they are a part
+of what lies here, they are packed first.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,55 +23,54 @@ import numpy as np
 from ringrt.engine.stats import PassStats
 from ringrt.plan.cost import slot_rows
 from ringrt.plan.partition import Array
-from ringrt.plan.problem import ITEMSIZE, Problem
+from ringrt.plan.rows import Rows
 from ringrt.plan.schedule import HOME, Hop, Step
 from ringrt.transport import Message, Ticket, Transport
 
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Raw bytes for the K and the V of one visiting shard. They are two messages of one
-    group, so that neither has to be packed beside the other."""
-
-    k: Array
-    v: Array
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+Arrays = tuple[Array, ...]
 
 
-class KvExchange:
-    """The K,V buffers of one pass. The home shard is k `[batch, rows, kv_heads, head_dim]` and
-    v likewise; where it has to be sent and is not contiguous, it is copied."""
+class Exchange:
+    """The buffers of one pass. `home` are the arrays that travel, this rank's shard of them, and
+    `axes` the axis of each along which its rows lie. `sums` are the like for sums: arrays of
+    any length, of the right shape and dtype otherwise."""
 
     def __init__(
         self,
-        k: Array,
-        v: Array,
-        problem: Problem,
+        home: Arrays,
+        axes: tuple[int, ...],
         steps: list[Step],
         transport: Transport,
         stats: PassStats,
+        sums: Arrays = (),
     ) -> None:
-        if any(step.send for step in steps):
-            k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
-        self._home, self._problem, self._dtype = (k, v), problem, k.dtype
+        rows = Rows.all(home[0].shape[axes[0]])
+        if any(s.send and s.send.slot == HOME and s.send.rows == rows for s in steps):
+            home = tuple(np.ascontiguousarray(x) for x in home)
+        self._home, self._home_rows, self._axes, self._sums = home, rows, axes, sums
         self._transport, self._stats = transport, stats
-        self._slots = {slot: self._new_slot(rows) for slot, rows in slot_rows(steps).items()}
-        visiting = sum(slot.nbytes for slot in self._slots.values())
-        stats.peak_kv_bytes = k.nbytes + v.nbytes + visiting
+        self._slots = {slot: self._buffers(count) for slot, count in slot_rows(steps).items()}
+        visiting = [buffer for slot in self._slots.values() for buffer in slot]
+        self._held = sum(x.nbytes for x in (*home, *visiting))
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, self._held)
 
-    def present(self, step: Step) -> tuple[Array, Array]:
-        """k and v of the shard that the step computes on."""
-        return self._shard(step.slot, step.rows)
+    def present(self, step: Step) -> Arrays:
+        """The travelling arrays of the shard that the step computes on."""
+        return self._lying_in(step.slot, step.rows)
 
-    def post(self, step: Step) -> Ticket:
-        """Begin the step's exchange: what is present leaves, the next shard comes."""
-        sends, recvs = self._messages(step.send), self._messages(step.recv)
+    def post(self, step: Step, leaving: Arrays = ()) -> tuple[Ticket, Arrays, Arrays]:
+        """Begin the step's exchange. `leaving` are the sums of `step.grad_send`. Returns the
+        ticket, and the arrays into which `step.carry` and `step.home` are being received."""
+        carry, home = self._new_sums(step.carry), self._new_sums(step.home)
+        sends = self._messages(step.send, self._outgoing(step))
+        sends += self._messages(step.grad_send, leaving)
+        recvs = []
+        if step.recv:
+            recvs += self._messages(step.recv, self._lying_in(step.recv.slot, step.recv.rows))
+        recvs += self._messages(step.carry, carry) + self._messages(step.home, home)
         self._stats.bytes_sent += sum(message.data.nbytes for message in sends)
         self._stats.bytes_received += sum(message.data.nbytes for message in recvs)
-        return self._transport.exchange(sends, recvs, step=step.index)
+        return self._transport.exchange(sends, recvs, step=step.index), carry, home
 
     def wait(self, ticket: Ticket, timeout: float) -> None:
         """Wait for the exchange; the time counts as waiting for peers."""
@@ -79,29 +78,57 @@ class KvExchange:
         ticket.wait(timeout)
         self._stats.wait_s += time.perf_counter() - begin
 
-    def _shard(self, slot: int, rows: int) -> tuple[Array, Array]:
+    def _outgoing(self, step: Step) -> Arrays:
+        """What the step sends, each array contiguous."""
+        if step.send is None:
+            return ()
+        at_home = step.send.slot == HOME
+        source = self._home if at_home else self.present(step)
+        index = step.send.rows.within(self._home_rows if at_home else step.rows)
+        packed = tuple(
+            np.ascontiguousarray(take(x, index, axis))
+            for x, axis in zip(source, self._axes, strict=True)
+        )
+        pairs = zip(packed, source, strict=True)
+        extra = sum(new.nbytes for new, old in pairs if not np.shares_memory(new, old))
+        self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held + extra)
+        return packed
+
+    def _lying_in(self, slot: int, rows: Rows) -> Arrays:
         if slot == HOME:
             return self._home
-        problem, buffers = self._problem, self._slots.get(slot) or self._new_slot(0)
-        shape = (problem.batch, rows, problem.kv_heads)
-        return (
-            _typed(buffers.k, self._dtype, (*shape, problem.head_dim)),
-            _typed(buffers.v, self._dtype, (*shape, problem.value_dim)),
+        buffers = self._slots[slot] if slot in self._slots else self._buffers(0)
+        return tuple(
+            _typed(buffer, x.dtype, _resized(x, axis, rows.count))
+            for buffer, x, axis in zip(buffers, self._home, self._axes, strict=True)
         )
 
-    def _messages(self, hop: Hop | None) -> list[Message]:
+    def _buffers(self, rows: int) -> Arrays:
+        """Raw bytes for so many rows of each array: each is a message of its own, all in one
+        group, so that none has to be packed beside another."""
+        shapes = [_resized(x, axis, rows) for x, axis in zip(self._home, self._axes, strict=True)]
+        pairs = zip(shapes, self._home, strict=True)
+        return tuple(np.empty(int(np.prod(s)) * x.itemsize, np.uint8) for s, x in pairs)
+
+    def _new_sums(self, hop: Hop | None) -> Arrays:
+        if hop is None:
+            return ()
+        return tuple(np.empty(_resized(x, 1, hop.rows.count), x.dtype) for x in self._sums)
+
+    def _messages(self, hop: Hop | None, arrays: Arrays) -> list[Message]:
         if hop is None:
             return []
-        shard = self._shard(hop.slot, hop.rows)
-        return [Message(hop.peer, part.reshape(-1).view(np.uint8)) for part in shard]
+        return [Message(hop.peer, x.reshape(-1).view(np.uint8)) for x in arrays]
 
-    def _new_slot(self, rows: int) -> _Slot:
-        problem = self._problem
-        heads = problem.batch * rows * problem.kv_heads * ITEMSIZE[problem.dtype]
-        return _Slot(
-            np.empty(heads * problem.head_dim, np.uint8),
-            np.empty(heads * problem.value_dim, np.uint8),
-        )
+
+def take(x: Array, index: Any, axis: int = 1) -> Array:
+    """Rows of x along an axis: a view where `index` is a slice."""
+    taken: Array = x[(*(slice(None),) * axis, index)]
+    return taken
+
+
+def _resized(x: Array, axis: int, rows: int) -> tuple[int, ...]:
+    return (*x.shape[:axis], rows, *x.shape[axis + 1 :])
 
 
 def _typed(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

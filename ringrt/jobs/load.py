@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,16 +56,24 @@ def job_schema() -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A key that is given twice is a mistake; YAML's own loader takes the last one."""
+    """YAML, but a key that is given twice is a mistake (YAML's own loader takes the last one),
+    and 1e-3 is a number (YAML 1.1 wants 1.0e-3)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) != len(node.value):
-            names = [self.construct_object(key, deep) for key, _ in node.value]
-            twice = next(name for name in names if names.count(name) > 1)
+        # Before merge keys (<<) are resolved, which keys may override.
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
             line = node.start_mark.line + 1
-            raise ConfigError(str(twice), "each key once", f"it twice in the block at line {line}")
-        return mapping
+            raise ConfigError(twice[0], "each key once", f"it twice in the block at line {line}")
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -103,16 +112,19 @@ _EXPECTED = {
     "model_attributes_type": "a section of keys",
     "finite_number": "a finite number",
     "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le}",
     "greater_than": "more than {gt:g}",
     "literal_error": "{expected}",
-    "too_short": "at least {min_length} entry",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
     "union_tag_invalid": "{expected_tags}",
     "union_tag_not_found": "a key source: 'file' or 'random'",
 }
 
 
 def _as_config_error(item: Mapping[str, Any]) -> ConfigError:
-    location = [part for part in item["loc"] if part not in _TAGS]
+    # Within `input` pydantic names the kind of source, which is no key of the file.
+    location = [part for i, part in enumerate(item["loc"]) if i != 1 or part not in _TAGS]
     key = ".".join(str(part) for part in location) or "job"
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
@@ -130,7 +142,8 @@ def _siblings(location: Iterable[str | int]) -> list[str]:
     """The keys that are known where an unknown one was found."""
     model: Any = Job
     for part in list(location)[:-1]:
-        model = _TAGS.get(str(part)) or _section(model, str(part))
+        known = part in model.model_fields
+        model = _section(model, str(part)) if known else _TAGS.get(str(part), model)
     return list(model.model_fields)
 
 

@@ -16,8 +16,11 @@ from ringrt.plan.problem import Problem
 from ringrt.ring import Ring
 
 
-def check_output(path: Path) -> None:
-    """`ConfigError` for an output that cannot be written, before anything is computed."""
+def check_output(path: Path, inputs: Path | None) -> None:
+    """`ConfigError` for an output that cannot be written, or that would replace the job's own
+    input, before anything is computed."""
+    if inputs is not None and path.exists() and inputs.exists() and path.samefile(inputs):
+        raise ConfigError("output.path", "another file than input.path", path)
     if path.suffix != ".safetensors":
         raise ConfigError("output.path", "a name that ends in .safetensors", path.name)
     if not os.access(path.parent, os.W_OK):

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from ringrt.engine.agree import gather
+from ringrt.engine.agree import agree, gather
 from ringrt.engine.stats import PassStats
+from ringrt.errors import ConfigError
 from ringrt.jobs.load import LoadedJob
 from ringrt.jobs.outputs import check_output, write_output
 from ringrt.jobs.schema import Attention
 from ringrt.jobs.sources import Source, open_source
-from ringrt.jobs.verify import Verdict, verify
+from ringrt.jobs.verify import Results, Sample, Verdict, verify
 from ringrt.launch import run_threads
-from ringrt.plan import Mask, Plan, Problem, get_partition, plan
-from ringrt.plan.cost import peak_kv_bytes, ring_bytes_sent
-from ringrt.plan.partition import positions
+from ringrt.plan import Plan, Problem, get_partition, plan
+from ringrt.plan.cost import count_steps
+from ringrt.plan.mask_options import MaskOptions
+from ringrt.plan.partition import Array, Runs, positions
 from ringrt.plan.problem import default_scale
 from ringrt.ring import Ring
+
+_MASKING = ("causal", "window", "documents", "prefix", "sink_tokens")
 
 
 class Progress(Protocol):
@@ -31,24 +37,35 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank did, and what the formulas say it should have."""
+class PassReport:
+    """What one rank did in one pass, and what its plan says it should have."""
 
     stats: PassStats
-    bytes_formula: int
-    peak_formula: int
+    bytes_planned: int
+    peak_planned: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank did. `home_bytes` are its own K,V."""
+
+    passes: dict[str, PassReport]
     home_bytes: int
     verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What all ranks did."""
+    """What all ranks did, by which plans; `written` says whether there is an output."""
 
-    problem: Problem
-    partition: str
-    schedule: str
+    plans: dict[str, Plan]
     ranks: list[RankReport]
+    written: bool
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of all passes."""
+        return self.plans["forward"].problem
 
     @property
     def passed(self) -> bool:
@@ -59,8 +76,11 @@ class JobReport:
 def problem_of(loaded: LoadedJob, source: Source) -> Problem:
     """The whole problem of a job."""
     (batch, q_length, q_heads, head_dim), k, v = (source.shapes[name] for name in "qkv")
-    options: Attention = loaded.job.attention
-    mask = Mask.causal if options.causal else Mask.full
+    attention = loaded.job.attention
+    masking = MaskOptions.of(**{name: getattr(attention, name) for name in _MASKING})
+    if attention.sink is not None and len(attention.sink) != q_heads:
+        raise ConfigError("attention.sink", f"{q_heads} logits, one a query head",
+                          f"{len(attention.sink)}")  # fmt: skip
     return Problem(
         batch=batch,
         q_heads=q_heads,
@@ -70,29 +90,32 @@ def problem_of(loaded: LoadedJob, source: Source) -> Problem:
         q_length=q_length,
         kv_length=k[1],
         dtype=source.dtype,
-        mask=mask(q_length, k[1]),
-        scale=default_scale(head_dim) if options.scale is None else options.scale,
-        softcap=options.softcap,
+        mask=masking.build(q_length, k[1]),
+        scale=default_scale(head_dim) if attention.scale is None else attention.scale,
+        softcap=attention.softcap,
+        sink=attention.sink is not None,
     )
 
 
-def plan_of(loaded: LoadedJob, size: int) -> Plan:
-    """The plan of a job over `size` ranks. Raises `ConfigError`."""
+def plan_of(loaded: LoadedJob, size: int, backward: bool = False) -> Plan:
+    """The plan of a job's pass over `size` ranks. Raises `ConfigError`."""
     problem = problem_of(loaded, open_source(loaded.job.input, loaded.folder))
-    options = loaded.job.ring
-    return plan(problem, get_partition(options.partition), size, options.schedule)
+    ring, partition = loaded.job.ring, get_partition(loaded.job.ring.partition)
+    return plan(problem, partition, size, ring.schedule, backward=backward, travel=ring.travel)
 
 
 def check_job(loaded: LoadedJob, size: int) -> None:
     """`ConfigError` for whatever can be found wrong before any rank starts."""
     plan_of(loaded, size)
-    if loaded.job.output is not None:
-        check_output(loaded.folder / loaded.job.output.path)
+    job, folder = loaded.job, loaded.folder
+    if job.output is not None:
+        inputs = folder / job.input.path if job.input.source == "file" else None
+        check_output(folder / job.output.path, inputs)
 
 
 def ring_options(loaded: LoadedJob) -> dict[str, Any]:
     """The job's `ring` section, as options of `Ring`."""
-    names = ("partition", "schedule", "backend", "timeout", "threads")
+    names = ("partition", "schedule", "backend", "timeout", "threads", "travel")
     return {name: getattr(loaded.job.ring, name) for name in names}
 
 
@@ -109,56 +132,107 @@ def run_on_threads(loaded: LoadedJob, size: int, transport: str, progress: Progr
 
 def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
     """This rank's part. Collective; every rank gets the whole report."""
-    job, rank = loaded.job, ring.rank
+    job = loaded.job
+    digest = hashlib.sha256(job.model_dump_json().encode()).hexdigest()[:16]
+    agree(ring.transport, {"operation": "job", "the job": digest}, ring.timeout)
     source = open_source(job.input, loaded.folder)
-    planned = plan_of(loaded, ring.size)
-    q_runs, kv_runs = planned.q_runs(rank), planned.kv_runs(rank)
-    q, k, v = source.read("q", q_runs), source.read("k", kv_runs), source.read("v", kv_runs)
-    if rank == 0:
-        ring.on_step = _phase(progress, "forward")
-    gather(ring.transport, b"", ring.timeout)
-    out, lse = ring.attention(q, k, v, **job.attention.model_dump())
-    stats = ring.stats
-    assert stats is not None
-    if job.output is not None:
-        write_output(ring, loaded.folder / job.output.path, planned.problem, q_runs, out, lse)
+    plans: dict[str, Plan] = {
+        name: plan_of(loaded, ring.size, name == "backward") for name in job.passes
+    }
+    tensors = _Shards(source, plans["forward"], ring.rank)
+    options = _options(job.attention)
+    passes = {}
+    results, passes["forward"] = _forward(ring, tensors, options, plans, progress)
+    if "backward" in plans:
+        results, passes["backward"] = _backward(ring, tensors, options, plans, results, progress)
     verdict = None
-    rows = _sample(stats.tokens, job.verify.rows)
-    if rows is not None:
-        on_progress = _phase(progress, "verify") if rank == 0 else _silent
-        at = positions(q_runs)[rows]
-        verdict = verify(source, planned.problem, out, lse, at, rows, on_progress)
-    own = RankReport(
-        stats=stats,
-        bytes_formula=ring_bytes_sent(planned, rank),
-        peak_formula=peak_kv_bytes(planned, rank),
-        home_bytes=k.nbytes + v.nbytes,
-        verdict=verdict,
+    if job.verify.rows != 0:
+        on_progress = _phase(progress, "verify") if ring.rank == 0 else _silent
+        verdict = verify(
+            source,
+            plans["forward"].problem,
+            results,
+            _sample(tensors.q_runs, job.verify.rows),
+            _sample(tensors.kv_runs, job.verify.rows),
+            on_progress,
+            options.get("sink"),
+        )
+    own = RankReport(passes, tensors.k.nbytes + tensors.v.nbytes, verdict)
+    ranks = _gather_reports(ring, own)
+    report = JobReport(plans, ranks, written=False)
+    if job.output is None or not report.passed:
+        return report
+    path = loaded.folder / job.output.path
+    write_output(ring, path, report.problem, tensors.q_runs, results.out, results.lse)
+    return JobReport(plans, ranks, written=True)
+
+
+class _Shards:
+    """A rank's rows of q, k, v, and of dout when asked for."""
+
+    def __init__(self, source: Source, planned: Plan, rank: int) -> None:
+        self._source = source
+        self.q_runs, self.kv_runs = planned.q_runs(rank), planned.kv_runs(rank)
+        self.q = source.read("q", self.q_runs)
+        self.k, self.v = (source.read(name, self.kv_runs) for name in "kv")
+
+    def dout(self) -> Array:
+        """The gradient of out."""
+        return self._source.read("dout", self.q_runs)
+
+
+def _forward(
+    ring: Ring, tensors: _Shards, options: dict[str, Any], plans: dict[str, Plan],
+    progress: Progress,
+) -> tuple[Results, PassReport]:  # fmt: skip
+    ring.on_step = _phase(progress, "forward") if ring.rank == 0 else None
+    out, lse = ring.attention(tensors.q, tensors.k, tensors.v, **options)
+    return Results(out, lse), _pass_report(ring, plans["forward"], backward=False)
+
+
+def _backward(
+    ring: Ring, tensors: _Shards, options: dict[str, Any], plans: dict[str, Plan],
+    results: Results, progress: Progress,
+) -> tuple[Results, PassReport]:  # fmt: skip
+    ring.on_step = _phase(progress, "backward") if ring.rank == 0 else None
+    dout, out, lse = tensors.dout(), results.out, results.lse
+    dq, dk, dv, *_ = ring.attention_backward(
+        dout, tensors.q, tensors.k, tensors.v, out, lse, **options
     )
-    return _gather_reports(ring, planned, own)
+    report = _pass_report(ring, plans["backward"], backward=True)
+    delta = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
+    whole = ring.unshard(lse, axis=2), ring.unshard(delta, axis=2)
+    return Results(out, lse, (dq, dk, dv), *whole), report
 
 
-def _gather_reports(ring: Ring, planned: Plan, own: RankReport) -> JobReport:
+def _pass_report(ring: Ring, planned: Plan, backward: bool) -> PassReport:
+    cost = count_steps(planned, ring.rank, backward)
+    assert ring.stats is not None
+    return PassReport(ring.stats, cost.bytes_sent, cost.peak_kv_bytes)
+
+
+def _options(attention: Attention) -> dict[str, Any]:
+    """The job's `attention` section, as options of `Ring.attention`."""
+    options = attention.model_dump()
+    if attention.sink is not None:
+        options["sink"] = np.array(attention.sink)
+    return options
+
+
+def _gather_reports(ring: Ring, own: RankReport) -> list[RankReport]:
     # Ranks verify at their own speed: what they wait for here is each other's checking.
     raw = gather(ring.transport, json.dumps(asdict(own)).encode(), max(ring.timeout, 3600.0))
-    reports = [
-        RankReport(
-            **values
-            | {"stats": PassStats(**values["stats"])}
-            | {"verdict": Verdict(**values["verdict"]) if values["verdict"] else None}
-        )
-        for values in map(json.loads, raw)
-    ]
-    return JobReport(planned.problem, planned.partition.name, planned.schedule, reports)
+    adapter = TypeAdapter(RankReport)
+    return [adapter.validate_json(each) for each in raw]
 
 
-def _sample(count: int, rows: Any) -> Any:
-    """Local rows to verify, spread evenly with the first and the last; None for no check."""
-    if rows == 0:
-        return None
-    if rows == "all" or rows >= count:
-        return np.arange(count)
-    return np.unique(np.linspace(0, count - 1, rows).round().astype(np.int64))
+def _sample(runs: Runs, rows: Any) -> Sample:
+    """Rows to verify, spread evenly with the first and the last."""
+    index = positions(runs)
+    local = np.arange(len(index))
+    if rows != "all" and rows < len(index):
+        local = np.unique(np.linspace(0, len(index) - 1, rows).round().astype(np.int64))
+    return Sample(local, index[local])
 
 
 def _phase(progress: Progress, name: str) -> Callable[[int, int], None]:

@@ -18,20 +18,39 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, ValidationError
 
+from ringrt.plan.problem import MAX_LENGTH
+
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 
-def _all_or_count(value: Any, check: Any) -> Any:
-    """One message for the union, where pydantic has one for each branch."""
-    try:
-        return check(value)
-    except ValidationError:
-        raise PydanticCustomError("expected", "all, or a whole number of rows >= 0") from None
+def _said_once(expected: str) -> WrapValidator:
+    """One message for a union, where pydantic has one for each branch."""
+
+    def check(value: Any, validate: Any) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("expected", "{text}", {"text": expected}) from None
+
+    return WrapValidator(check)
+
+
+Documents = Annotated[
+    list[int] | list[Annotated[list[int], Field(min_length=2, max_length=2)]],
+    _said_once("whole numbers: cu_seqlens, or a list of [start, stop)"),
+]
+Window = Annotated[list[int | None], Field(min_length=2, max_length=2)]
+RowCount = Annotated[
+    Literal["all"] | Annotated[int, Field(ge=0)],
+    _said_once("all, or a whole number of rows >= 0"),
+]
 
 
 def _each_once(passes: list[Any]) -> list[Any]:
     if len(set(passes)) != len(passes):
         raise PydanticCustomError("expected", "each pass once")
+    if "forward" not in passes:
+        raise PydanticCustomError("expected", "forward among the passes")
     return passes
 
 
@@ -56,7 +75,7 @@ class RandomInput(_Section):
     source: Literal["random"]
     seed: int = Field(0, ge=0)
     batch: int = Field(1, ge=1)
-    length: int = Field(ge=0, description="tokens")
+    length: int = Field(ge=0, le=MAX_LENGTH, description="tokens")
     q_heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
@@ -74,6 +93,13 @@ class Attention(_Section):
     """Options of `Ring.attention`."""
 
     causal: bool = False
+    window: Window | None = Field(
+        None, description="tokens visible on the left and right; -1 or null for all"
+    )
+    documents: Documents | None = Field(None, description="cu_seqlens, or a list of [start, stop)")
+    prefix: int = Field(0, ge=0, description="first tokens, visible to all")
+    sink_tokens: int = Field(0, ge=0, description="first tokens, visible beside a window")
+    sink: list[float] | None = Field(None, description="a logit for each query head")
     scale: float | None = Field(None, description="1/sqrt(head_dim) by default")
     softcap: float | None = Field(None, gt=0)
 
@@ -85,7 +111,8 @@ class RingOptions(_Section):
         None, ge=1, description="thread ranks; under mpirun the number of processes counts"
     )
     partition: str = Field("striped", description="contiguous, striped or zigzag")
-    schedule: str = Field("auto", description="auto or ring")
+    schedule: str = Field("auto", description="auto (fewest bytes), ring or direct")
+    travel: str = Field("auto", description="what moves in backward: auto (fewest bytes), kv or q")
     transport: str = Field("auto", description="auto, threads, mpi, or a plugin's")
     # YAML reads the bare word null as nothing; here it is the backend of that name.
     backend: Annotated[str, BeforeValidator(lambda x: "null" if x is None else x)] = Field(
@@ -100,9 +127,7 @@ class RingOptions(_Section):
 class Verify(_Section):
     """Compare rows of the result with a float64 oracle."""
 
-    rows: Annotated[Literal["all"] | Annotated[int, Field(ge=0)], WrapValidator(_all_or_count)] = (
-        Field(64, description="all, or so many rows of each rank; 0 is none")
-    )
+    rows: RowCount = Field(64, description="all, or so many rows of each rank; 0 is none")
 
 
 class Output(_Section):
@@ -117,7 +142,7 @@ class Job(_Section):
     input: Annotated[FileInput | RandomInput, Field(discriminator="source")]
     attention: Attention = Attention()
     ring: RingOptions = RingOptions()
-    passes: Annotated[list[Literal["forward"]], AfterValidator(_each_once)] = Field(
+    passes: Annotated[list[Literal["forward", "backward"]], AfterValidator(_each_once)] = Field(
         ["forward"], min_length=1
     )
     verify: Verify = Verify()

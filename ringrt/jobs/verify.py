@@ -8,134 +8,133 @@ scores, one chunk of rows over all keys is held at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 
+from ringrt.jobs.oracle import Oracle, key_gradients, largest
 from ringrt.jobs.sources import Source
 from ringrt.plan.mask import IntArray
-from ringrt.plan.partition import Array, Run
+from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 
-#: Keys read at a time, and float64 scores held at a time.
-_KEY_BLOCK, _SCORES = 1024, 8_000_000
+#: Float64 scores held at a time.
+_SCORES = 8_000_000
 
 #: Bound of the absolute error that is not rounding of the result's dtype, where values are at
 #: most _VALUE and scores at most _SCORE in size (real models are); it grows in proportion to
-#: either beyond that. Stated in docs/accuracy.md.
+#: either beyond that; for gradients, to their largest one beyond _GRADIENT. Stated in
+#: docs/accuracy.md.
 _BOUND = {"float32": 2e-6, "float64": 1e-14}
-_VALUE, _SCORE = 8.0, 32.0
+_VALUE, _SCORE, _GRADIENT = 8.0, 32.0, 4.0
+
+
+@dataclass(slots=True)
+class Figure:
+    """Of one tensor: the largest absolute error, the largest beyond half a unit in the last
+    place of the tensor's dtype, and the bound that the latter is held to. NaN where exactly one
+    of result and oracle is NaN; `size` is the largest finite number of the oracle."""
+
+    error: float = 0.0
+    excess: float = 0.0
+    bound: float = 0.0
+    size: float = 0.0
+
+    def add(self, result: Array, oracle: Array) -> None:
+        """Take in some rows."""
+        error = _distance(result, oracle)
+        rounding = _half_ulp(np.maximum(abs(oracle), abs(result.astype(np.float64))), result)
+        self.error = max_or_nan(self.error, float(error.max(initial=0.0)))
+        self.excess = max_or_nan(self.excess, float((error - rounding).max(initial=0.0)))
+        self.size = max(self.size, largest(oracle))
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Largest absolute errors over the rows checked, and the bounds they were held to.
+    """How many rows of the rank were checked, and how far each tensor is off."""
 
-    `out_excess` is the error of out beyond half a unit in the last place of its dtype; it is
-    what is held to the bound. NaN where exactly one of result and oracle is NaN."""
-
-    rows: int = 0
-    out_error: float = 0.0
-    out_excess: float = 0.0
-    lse_error: float = 0.0
-    out_bound: float = 0.0
-    lse_bound: float = 0.0
+    rows: int
+    figures: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Every error within its bound."""
-        return self.out_excess <= self.out_bound and self.lse_error <= self.lse_bound
+        return all(figure.excess <= figure.bound for figure in self.figures.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A rank's results, all its rows: out and lse, and after a backward pass dq, dk and dv, with
+    what the oracle needs of the whole sequence: dout by the source, lse and delta as the run
+    has them (`[batch, q_heads, q_length]`; they are checked by their own rows)."""
+
+    out: Array
+    lse: Array
+    gradients: tuple[Array, Array, Array] | None = None
+    whole_lse: Array | None = None
+    whole_delta: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rows to check: local, and their positions in the sequence."""
+
+    local: IntArray
+    index: IntArray
 
 
 def verify(
     source: Source,
     problem: Problem,
-    out: Array,
-    lse: Array,
-    indices: IntArray,
-    rows: IntArray,
+    results: Results,
+    queries: Sample,
+    keys: Sample,
     on_progress: Callable[[int, int], None],
+    sink: Array | None = None,
 ) -> Verdict:
-    """Check some rows of a rank's out `[batch, rows, q_heads, value_dim]` and lse
-    `[batch, q_heads, rows]`. `rows` are local, `indices` their positions in the sequence."""
-    verdict = Verdict(rows=len(rows))
-    chunk = max(1, _SCORES // max(1, problem.batch * problem.q_heads * problem.kv_length))
+    """Check the sampled rows: queries of out, lse and dq, keys of dk and dv. sink are the logits
+    `[q_heads]` of the problem, if it has them."""
+    verdict = Verdict(len(queries.local))
+    names = ("out", "lse", "dq", "dk", "dv") if results.gradients else ("out", "lse")
+    figures = verdict.figures = {name: Figure() for name in names}
+    total = len(queries.local) + (len(keys.local) if results.gradients else 0)
     value_size = score_size = 0.0
-    for begin in range(0, len(rows), chunk):
-        at = indices[begin : begin + chunk]
-        oracle = _Oracle(source, problem, at)
-        local = rows[begin : begin + chunk]
-        error = _distance(out[:, local], oracle.out)
-        rounding = _half_ulp(np.maximum(abs(oracle.out), abs(out[:, local].astype(float))), out)
-        verdict.out_error = _worst(verdict.out_error, error)
-        verdict.out_excess = _worst(verdict.out_excess, error - rounding)
-        verdict.lse_error = _worst(verdict.lse_error, _distance(lse[:, :, local], oracle.lse))
+    for begin, chunk in _chunks(queries, problem.kv_length, problem):
+        oracle = Oracle(source, problem, chunk.index, sink)
+        figures["out"].add(results.out[:, chunk.local], oracle.out)
+        figures["lse"].add(results.lse[:, :, chunk.local], oracle.lse)
+        if results.gradients:
+            figures["dq"].add(results.gradients[0][:, chunk.local], oracle.query_gradient())
         value_size = max(value_size, oracle.value_size)
         score_size = max(score_size, oracle.score_size)
-        on_progress(min(begin + chunk, len(rows)), len(rows))
+        on_progress(begin + len(chunk.local), total)
+    if results.gradients:
+        assert results.whole_lse is not None
+        assert results.whole_delta is not None
+        for begin, chunk in _chunks(keys, problem.q_length, problem):
+            rows = results.whole_lse, results.whole_delta
+            dk, dv = key_gradients(source, problem, chunk.index, *rows)
+            figures["dk"].add(results.gradients[1][:, chunk.local], dk)
+            figures["dv"].add(results.gradients[2][:, chunk.local], dv)
+            on_progress(len(queries.local) + begin + len(chunk.local), total)
     base = _BOUND[problem.state_dtype] * max(1.0, score_size / _SCORE)
-    verdict.lse_bound = base
-    verdict.out_bound = base * max(1.0, value_size / _VALUE)
+    for name, figure in figures.items():
+        figure.bound = base
+        if name == "out":
+            figure.bound = base * max(1.0, value_size / _VALUE)
+        elif name != "lse":
+            figure.bound = base * max(1.0, figure.size / _GRADIENT)
     return verdict
 
 
-class _Oracle:
-    """Exact out and lse of the queries at some positions, and the largest finite score and
-    value that went into them."""
-
-    def __init__(self, source: Source, problem: Problem, at: IntArray) -> None:
-        self._source, self._problem = source, problem
-        visible = problem.mask.visible(at, np.arange(problem.kv_length))
-        scores = np.where(visible, self._scores(at), -np.inf)
-        self.score_size = _largest(scores)
-        top = scores.max(axis=-1, initial=-np.inf, keepdims=True)
-        with np.errstate(invalid="ignore"):
-            weights = np.exp(scores - np.where(top == -np.inf, 0, top))
-        total = weights.sum(axis=-1)
-        empty = total == 0
-        divisor = np.where(empty, 1, total)
-        self.lse = np.where(empty, -np.inf, top[..., 0] + np.log(divisor))
-        self.value_size = 0.0
-        self.out = self._weighted(weights / divisor[..., None], visible).transpose(0, 2, 1, 3)
-
-    def _scores(self, at: IntArray) -> Array:
-        """`[batch, q_heads, rows, keys]`, before the mask."""
-        problem = self._problem
-        q = self._wide("q", [Run(int(i), 1, 1) for i in at])
-        blocks = [q @ self._wide("k", [run]).swapaxes(-1, -2) for run in self._blocks()]
-        shape = (problem.batch, problem.q_heads, len(at), 0)
-        scores = problem.scale * np.concatenate([np.empty(shape), *blocks], axis=-1)
-        if problem.softcap is not None:
-            scores = problem.softcap * np.tanh(scores / problem.softcap)
-        return np.asarray(scores)
-
-    def _weighted(self, weights: Array, visible: Array) -> Array:
-        """weights @ v, in which a value that a row does not see has no part even if NaN."""
-        problem = self._problem
-        out = np.zeros((*weights.shape[:3], problem.value_dim))
-        for run in self._blocks():
-            cut = slice(run.start, run.start + run.count)
-            v = self._wide("v", [run])
-            self.value_size = max(self.value_size, _largest(v))
-            if np.isfinite(v).all():
-                out += weights[..., cut] @ v
-            else:
-                for row, seen in enumerate(visible[:, cut]):
-                    out[:, :, row] += np.einsum(
-                        "bhk,bhkd->bhd", weights[:, :, row, cut][..., seen], v[:, :, seen]
-                    )
-        return out
-
-    def _wide(self, name: str, runs: list[Run]) -> Array:
-        """Rows in float64 as `[batch, q_heads, rows, dim]`, KV heads repeated."""
-        x = self._source.read(name, tuple(runs)).astype(np.float64).transpose(0, 2, 1, 3)
-        return x if name == "q" else np.repeat(x, self._problem.group, axis=1)
-
-    def _blocks(self) -> list[Run]:
-        length = self._problem.kv_length
-        starts = range(0, length, _KEY_BLOCK)
-        return [Run(start, 1, min(_KEY_BLOCK, length - start)) for start in starts]
+def _chunks(sample: Sample, others: int, problem: Problem) -> list[tuple[int, Sample]]:
+    """The sample in parts, so that a part's scores with all `others` can be held."""
+    step = max(1, _SCORES // max(1, problem.batch * problem.q_heads * others))
+    return [
+        (i, Sample(sample.local[i : i + step], sample.index[i : i + step]))
+        for i in range(0, len(sample.local), step)
+    ]
 
 
 def _distance(result: Array, oracle: Array) -> Array:
@@ -153,11 +152,6 @@ def _half_ulp(size: Array, like: Array) -> Array:
     return np.asarray(np.exp2(np.maximum(exponent, info.minexp) - info.nmant - 1.0))
 
 
-def _worst(so_far: float, errors: Array) -> float:
-    """The larger; NaN wins, for it must not pass."""
-    return float(np.maximum(so_far, errors.max(initial=0.0)))
-
-
-def _largest(x: Array) -> float:
-    finite = np.isfinite(x)
-    return float(np.max(abs(x), initial=0.0, where=finite))
+def max_or_nan(*values: float) -> float:
+    """The largest; NaN wins, for it must not pass."""
+    return float(np.max(values))

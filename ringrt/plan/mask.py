@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringrt.errors import PlanError
+from ringrt.errors import ConfigError, PlanError
 
 IntArray = npt.NDArray[np.int64]
 
 #: Stands for "no bound" in tables of integers: larger than any distance, and far enough from
 #: the end of int64 that adding or subtracting positions cannot overflow.
 UNBOUNDED = 1 << 61
+
+#: Pieces compared with the others at a time, when overlaps are looked for.
+_CHECKED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,19 @@ class Mask:
     __slots__ = ("_digest", "table")
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        rows = [_row(piece) for piece in pieces]
-        self.table: IntArray = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        self._set(np.array([_row(piece) for piece in pieces], dtype=np.int64).reshape(-1, 6))
+
+    @classmethod
+    def from_table(cls, table: IntArray) -> Mask:
+        """The mask of such a table, whose pieces the caller knows to be disjoint."""
+        mask = cls.__new__(cls)
+        mask._set(np.array(table, dtype=np.int64).reshape(-1, 6))
+        return mask
+
+    def _set(self, table: IntArray) -> None:
+        self.table: IntArray = table
         self.table.flags.writeable = False
-        self._digest = hashlib.sha256(self.table.tobytes()).hexdigest()
+        self._digest = hashlib.sha256(table.tobytes()).hexdigest()
 
     @classmethod
     def full(cls, q_length: int, kv_length: int) -> Mask:
@@ -66,6 +78,20 @@ class Mask:
         """Bottom-right aligned: the last query sees every key, query i the keys
         j <= i + kv_length − q_length."""
         return cls([Piece(0, q_length, 0, kv_length, min_distance=q_length - kv_length)])
+
+    def check(self, q_length: int, kv_length: int) -> None:
+        """`ConfigError` unless every piece lies within the lengths and no two overlap."""
+        outside = (self.table[:, 1] > q_length) | (self.table[:, 3] > kv_length)
+        if outside.any():
+            piece = self.pieces()[int(np.argmax(outside))]
+            raise ConfigError("mask", f"pieces within {q_length} × {kv_length}", piece)
+        order = np.argsort(self.table[:, 0], kind="stable")
+        for begin in range(0, len(order), _CHECKED):
+            clash = _first_overlap(self.table[order], begin, min(begin + _CHECKED, len(order)))
+            if clash is not None:
+                pieces = self.pieces()
+                a, b = (pieces[order[index]] for index in clash)
+                raise ConfigError("mask", "pieces that do not overlap", f"{a} and {b}")
 
     def pieces(self) -> list[Piece]:
         """The pieces, as values."""
@@ -97,6 +123,23 @@ class Mask:
         shown = ", ".join(repr(piece) for piece in self.pieces()[:3])
         more = f", ... ({len(self.table)} pieces)" if len(self.table) > 3 else ""
         return f"Mask([{shown}{more}])"
+
+
+def _first_overlap(table: IntArray, begin: int, end: int) -> tuple[int, int] | None:
+    """Two rows with a pair in common, the first of them in begin .. end − 1, of a table sorted
+    by q_start. In a rectangle every distance between its extremes occurs."""
+    last = int(np.searchsorted(table[:, 0], table[begin:end, 1].max(), side="left"))
+    a, b = table[begin:end, None, :], table[None, begin:last, :]
+    q_start, k_start = np.maximum(a[..., 0], b[..., 0]), np.maximum(a[..., 2], b[..., 2])
+    q_stop, k_stop = np.minimum(a[..., 1], b[..., 1]), np.minimum(a[..., 3], b[..., 3])
+    low = np.maximum.reduce([a[..., 4], b[..., 4], q_start - (k_stop - 1)])
+    high = np.minimum.reduce([a[..., 5], b[..., 5], (q_stop - 1) - k_start])
+    clash = (q_start < q_stop) & (k_start < k_stop) & (low <= high)
+    clash &= np.arange(begin, end)[:, None] < np.arange(begin, last)[None, :]
+    if not clash.any():
+        return None
+    first, second = np.unravel_index(int(np.argmax(clash)), clash.shape)
+    return begin + int(first), begin + int(second)
 
 
 def _row(piece: Piece) -> tuple[int, ...]:

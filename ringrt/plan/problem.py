@@ -12,6 +12,10 @@ from ringrt.plan.mask import Mask
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
+#: Longest sequence: the number of its (query, key) pairs must fit in an int64.
+MAX_LENGTH = 1 << 31
+
+
 def default_scale(head_dim: int) -> float:
     """1/√head_dim (Vaswani et al. 2017)."""
     return 1 / math.sqrt(head_dim)
@@ -24,7 +28,8 @@ class Problem:
     Shapes are q `[batch, q_length, q_heads, head_dim]`, k `[batch, kv_length, kv_heads,
     head_dim]`, v `[batch, kv_length, kv_heads, value_dim]`. Query head h reads KV head
     h // (q_heads // kv_heads). Scores are `scale * q·k`, then `softcap * tanh(score / softcap)`
-    where a softcap is given. Raises `ConfigError` for values that cannot be.
+    where a softcap is given. `sink`: a learnable logit for each query head takes part in every
+    row's softmax, with no value. Raises `ConfigError` for values that cannot be.
     """
 
     batch: int
@@ -38,14 +43,16 @@ class Problem:
     mask: Mask
     scale: float
     softcap: float | None = None
+    sink: bool = False
 
     def __post_init__(self) -> None:
         for name in ("q_heads", "kv_heads", "head_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, "at least 1", getattr(self, name))
         for name in ("batch", "q_length", "kv_length"):
-            if getattr(self, name) < 0:
-                raise ConfigError(name, "at least 0", getattr(self, name))
+            if not 0 <= getattr(self, name) <= MAX_LENGTH:
+                expected = f"from 0 to {MAX_LENGTH}"
+                raise ConfigError(name, expected, getattr(self, name))
         if self.q_heads % self.kv_heads:
             raise ConfigError("q_heads", f"a multiple of kv_heads ({self.kv_heads})", self.q_heads)
         if self.dtype not in ITEMSIZE:
@@ -71,6 +78,23 @@ class Problem:
         unrepeated."""
         row = self.batch * self.kv_heads * (self.head_dim + self.value_dim)
         return row * ITEMSIZE[self.dtype]
+
+    @property
+    def dkv_row_bytes(self) -> int:
+        """Bytes of one row of dk and dv while they are summed up."""
+        row = self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+        return row * ITEMSIZE[self.state_dtype]
+
+    @property
+    def q_row_bytes(self) -> int:
+        """Bytes of one row of q, dout, lse and delta, which travel where K,V stay."""
+        values = (self.head_dim + self.value_dim) * ITEMSIZE[self.dtype]
+        return self.batch * self.q_heads * (values + 2 * ITEMSIZE[self.state_dtype])
+
+    @property
+    def dq_row_bytes(self) -> int:
+        """Bytes of one row of dq while it is summed up."""
+        return self.batch * self.q_heads * self.head_dim * ITEMSIZE[self.state_dtype]
 
     @property
     def flops_per_pair(self) -> int:

@@ -1,15 +1,17 @@
 """One process a rank, over MPI. The only module that imports mpi4py.MPI, which initialises MPI.
 
-Two things about MPI shape this file. A large message moves only while its requests are being
-tested, so `Ticket.progress` tests them. And MPI reports no dead peer: so no call here blocks
-inside MPI; every wait is a loop that tests, looks for other ranks' notices, and has a deadline.
+Three things about MPI shape this file. A large message moves only while its requests are being
+tested, so `Ticket.progress` tests them. MPI reports no dead peer, so every wait is a loop that
+tests, looks for other ranks' notices, and has a deadline; only joining a ring (which duplicates
+communicators) and leaving it after everyone has said goodbye block inside MPI. And MPI goes on
+using the buffers of a request that was never completed, so a failed exchange keeps them alive
+until the process ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +28,11 @@ _ROUNDS = 1000
 
 #: How long a message may still be under way from a rank that has said goodbye, in seconds.
 _GRACE = 1.0
-#: How long `close` waits for the other ranks, and a failed process at exit, in seconds.
-_CLOSE_TIMEOUT, _EXIT_TIMEOUT = 10.0, 3.0
+#: How long `close` waits for the others' goodbyes, and a failed process at exit, in seconds.
+_CLOSE_TIMEOUT, _EXIT_TIMEOUT = 1.0, 3.0
+
+#: Requests that never completed, and their buffers: MPI may still read and write those.
+_UNFINISHED: list[Any] = []
 
 
 class MpiTransport:
@@ -50,6 +55,7 @@ class MpiTransport:
         self._ends_job = False
         self._left: dict[int, float] = {}
         self._notices: list[MPI.Request] = []
+        self._last_ticket: _MpiTicket | None = None
 
     @classmethod
     def world(cls, launch: Launch | None) -> MpiTransport:
@@ -76,7 +82,8 @@ class MpiTransport:
         requests += [self._data.Isend(m.data, m.peer) for m in sends]
         verbs = [f"recv {m.data.nbytes} bytes from rank {m.peer}" for m in recvs]
         verbs += [f"send {m.data.nbytes} bytes to rank {m.peer}" for m in sends]
-        return _MpiTicket(self, requests, [*recvs, *sends], verbs, step)
+        self._last_ticket = _MpiTicket(self, requests, [*recvs, *sends], verbs, step)
+        return self._last_ticket
 
     def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
         """A message to every other rank and one from each, so that a missing rank can be
@@ -95,7 +102,13 @@ class MpiTransport:
                 arrived[found[0]] = found[1]
             return not missing() and bool(MPI.Request.Testall(sends))
 
-        if not self.wait_for(complete, missing, timeout):
+        try:
+            in_time = self.wait_for(complete, missing, timeout)
+        except TransportError:
+            _UNFINISHED.append((sends, payload))
+            raise
+        if not in_time:
+            _UNFINISHED.append((sends, payload))
             raise ExchangeTimeout(
                 f"rank {self.rank} waited {timeout:g} s for {name_ranks(missing())} "
                 f"to join a control round"
@@ -112,11 +125,13 @@ class MpiTransport:
         if self._failure is not None:
             return
         self._failure = TransportError(f"this ring was aborted by its rank {self.rank}: {reason}")
+        _UNFINISHED.append(self._last_ticket)
         self._notify(_ABORT, reason.encode())
         self._end_job_at_exit()
 
     def close(self) -> None:
-        """Say goodbye and wait a while for the others' goodbyes, then free what MPI holds."""
+        """Say goodbye. If all have said theirs within a moment, free what MPI holds; a rank
+        that is still busy with work of its own is no failure, and is not waited for."""
         if self._failure is not None:
             return
         self._failure = TransportError(f"the ring of rank {self.rank} is closed")
@@ -126,22 +141,12 @@ class MpiTransport:
             self._read_notices()
             return self._ends_job or len(self._left) == self.size - 1
 
-        in_time = _poll_until(settled, _CLOSE_TIMEOUT)
-        if self._ends_job:
-            return
-        if in_time:
+        if _poll_until(settled, _CLOSE_TIMEOUT) and not self._ends_job:
             MPI.Request.Waitall(self._notices)
             self._data.Free()
             self._control.Free()
         else:
-            late = set(range(self.size)) - self._left.keys() - {self.rank}
-            warnings.warn(
-                f"{name_ranks(late)} did not leave the ring of rank {self.rank} within "
-                f"{_CLOSE_TIMEOUT:g} s; the job will be ended when this process exits",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self._end_job_at_exit()
+            _UNFINISHED.append(self._notices)
 
     def wait_for(
         self, ready: Callable[[], bool], peers: Callable[[], set[int]], timeout: float
@@ -150,9 +155,9 @@ class MpiTransport:
         failed, or one of the `peers` waited for left a while ago."""
 
         def settled() -> bool:
+            self.poll()
             if _mapped(ready):
                 return True
-            self.poll()
             late = {r for r in peers() if time.monotonic() - self._left.get(r, 1e300) > _GRACE}
             if late:
                 raise PeerLost(f"rank {self.rank} waits for {name_ranks(late)}, gone from the ring")
@@ -218,11 +223,20 @@ class _MpiTicket:
 
     def progress(self) -> bool:
         """Test what is not yet complete, which is also what moves it."""
+        if all(self._done):
+            return True
+        self._transport.poll()
         return _mapped(self._test)
 
     def wait(self, timeout: float) -> None:
         """Test until complete."""
-        if not self._transport.wait_for(self._test, self._peers, timeout):
+        try:
+            in_time = self._transport.wait_for(self._test, self._peers, timeout)
+        except TransportError:
+            _UNFINISHED.append(self)
+            raise
+        if not in_time:
+            _UNFINISHED.append(self)
             open_verbs = [v for v, done in zip(self._verbs, self._done, strict=True) if not done]
             raise ExchangeTimeout(
                 f"rank {self._transport.rank} waited {timeout:g} s in ring step {self._step} to "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,20 +61,18 @@ class _Group:
             queue.append(post)
             return None
 
-    def wait_for(
-        self, rank: int, ready: Callable[[], bool], peers: Callable[[], set[int]], timeout: float
-    ) -> bool:
-        """Wait until `ready`; False if the deadline passes first. `PeerLost` if a rank has
-        failed, or one of the `peers` waited for has left."""
+    def wait_for(self, rank: int, peers: Callable[[], set[int]], timeout: float) -> set[int]:
+        """Wait until there are no `peers` left to wait for; those that there are when the
+        deadline passes. `PeerLost` if a rank has failed, or one of the peers has left."""
         deadline = time.monotonic() + timeout
         with self.changed:
-            while not ready():
+            while waiting := peers():
                 self.raise_if_failed(rank)
-                if gone := peers() & self.left:
+                if gone := waiting & self.left:
                     raise PeerLost(f"rank {rank} waits for {name_ranks(gone)}, gone from the ring")
                 if not self.changed.wait(deadline - time.monotonic()):
-                    return ready()
-        return True
+                    return peers()
+        return set()
 
     def raise_if_failed(self, rank: int) -> None:
         if self.failure and self.failure[0] == rank:
@@ -123,9 +121,9 @@ class ThreadTransport:
         def missing() -> set[int]:
             return set(range(self.size)) - arrived.keys()
 
-        if not group.wait_for(self.rank, lambda: not missing(), missing, timeout):
+        if late := group.wait_for(self.rank, missing, timeout):
             raise ExchangeTimeout(
-                f"rank {self.rank} waited {timeout:g} s for {name_ranks(missing())} "
+                f"rank {self.rank} waited {timeout:g} s for {name_ranks(late)} "
                 f"to join a control round"
             )
         with group.changed:
@@ -169,13 +167,14 @@ class _ThreadTicket:
 
     def progress(self) -> bool:
         """Whether all is across; nothing needs to be moved from here."""
-        return self._complete()
+        if self._open():
+            self._transport._group.raise_if_failed(self._transport.rank)
+        return not self._open()
 
     def wait(self, timeout: float) -> None:
         """Wait for the ranks that are behind."""
         rank = self._transport.rank
-        done = self._transport._group.wait_for(rank, self._complete, self._peers, timeout)
-        if not done:
+        if self._transport._group.wait_for(rank, self._peers, timeout):
             pending = "; ".join(str(post) for post in self._open())
             raise ExchangeTimeout(
                 f"rank {rank} waited {timeout:g} s in ring step {self._step} to {pending}"
@@ -186,10 +185,7 @@ class _ThreadTicket:
                     f"rank {rank}, ring step {self._step}, rank {post.peer}: {post.error}"
                 )
 
-    def _complete(self) -> bool:
-        return all(post.done for post in self._posts)
-
-    def _open(self) -> Iterable[_Post]:
+    def _open(self) -> list[_Post]:
         return [post for post in self._posts if not post.done]
 
     def _peers(self) -> set[int]:

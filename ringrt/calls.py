@@ -1,0 +1,207 @@
+"""A collective call, up to the point where data moves: the ranks agree on it, each prepares its
+part, and all learn whether the others could."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringrt.backend import Backend, BackendContext
+from ringrt.engine.agree import Record, agree, agree_ready, tell_failure
+from ringrt.errors import BackendUnavailable, ConfigError, RankMismatch, TransportError, Unsupported
+from ringrt.inputs import Shapes
+from ringrt.options import CallOptions
+from ringrt.plan import Partition, Plan, Problem, plan
+from ringrt.plan.partition import Array
+from ringrt.plan.problem import default_scale
+from ringrt.plan.schedule import Step
+from ringrt.plan.tiles import lower
+from ringrt.registry import registry
+from ringrt.transport import Transport
+from ringrt.version import __version__
+
+#: A first call may compile kernels; ranks wait at least this long for one another there.
+_PREPARE_TIMEOUT = 120.0
+#: Agreed calls whose plans are kept.
+_KEPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a pass needs, once all ranks have agreed to it."""
+
+    problem: Problem
+    steps: list[Step]
+    travel: str
+    backend_name: str
+    backend: Backend
+    #: For the gradient of sinks: which query rows see any key, bool `[rows]`.
+    seen: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingOptions:
+    """What all calls of one ring have in common."""
+
+    partition: Partition
+    schedule: str
+    travel: str
+    timeout: float
+    threads: int | None
+
+
+class Caller:
+    """Agrees and prepares on behalf of one `Ring`. `backend` may be set anew between calls."""
+
+    def __init__(self, transport: Transport, options: RingOptions, backend: str) -> None:
+        self.transport, self.options, self.backend = transport, options, backend
+        self._threads = options.threads or max(1, _cores() // transport.local_size)
+        self._backends: dict[str, Backend] = {}
+        self._kept: OrderedDict[tuple[str, bytes], Prepared] = OrderedDict()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What goes wrong with this rank's own arguments is raised here as it is, and told to
+        the others, which are about to agree on the call."""
+        if self._closed:
+            raise TransportError(f"the ring of rank {self.transport.rank} is closed")
+        try:
+            yield
+        except Exception as error:
+            tell_failure(self.transport, error, self.options.timeout)
+            raise
+
+    def agree(self, record: Record) -> tuple[bytes, list[Record]]:
+        """Compare this rank's record with every other's; see `ringrt.engine.agree`."""
+        options = self.options
+        common = {"version": __version__, "partition": options.partition.name}
+        common |= {"schedule": options.schedule, "travel": options.travel}
+        return agree(self.transport, common | dict(record), options.timeout)
+
+    def prepare(self, operation: str, shapes: Shapes, options: CallOptions) -> Prepared:
+        """Agree on a pass ("forward" or "backward") and prepare it. Kept, so that a call like an
+        earlier one costs one round of the control plane and no planning."""
+        record = {"operation": operation, "local": [shapes.q_rows, shapes.kv_rows]}
+        raw, records = self.agree(record | shapes.common() | options.record())
+        key = (self.backend, raw)
+        if key not in self._kept:
+            self._kept[key] = self._prepare(records, options)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def check_shares(self, field: str, rows: list[int]) -> None:
+        """`RankMismatch` unless every rank's rows are its share of the total."""
+        partition = self.options.partition
+        shares = partition.counts(sum(rows), self.transport.size)
+        if rows != shares:
+            pairs = zip(rows, shares, strict=True)
+            raise RankMismatch(
+                f"{field} ({partition.name} shards of {sum(rows)})",
+                {r: f"{n}, its share is {s}" for r, (n, s) in enumerate(pairs)},
+            )
+
+    def close(self) -> None:
+        """Close the backends; no further call."""
+        self._closed = True
+        for backend in list(self._backends.values()):
+            backend.close()
+
+    def _prepare(self, records: list[Record], call: CallOptions) -> Prepared:
+        failure, prepared = None, None
+        try:
+            prepared = self._prepare_here(records, call)
+        except Exception as error:
+            failure = error
+        agree_ready(self.transport, failure, max(self.options.timeout, _PREPARE_TIMEOUT))
+        assert prepared is not None
+        return prepared
+
+    def _prepare_here(self, records: list[Record], call: CallOptions) -> Prepared:
+        rank, options = self.transport.rank, self.options
+        backward = records[rank]["operation"] == "backward"
+        problem = self._problem(records, call)
+        planned = plan(
+            problem,
+            options.partition,
+            self.transport.size,
+            options.schedule,
+            backward=backward,
+            travel=options.travel,
+        )
+        name, backend = self._choose_backend(problem, backward)
+        backend.prepare(problem)
+        steps = planned.backward_steps(rank) if backward else planned.steps(rank)
+        seen = _seen_rows(planned, rank) if backward and problem.sink else None
+        return Prepared(problem, steps, planned.travel, name, backend, seen)
+
+    def _problem(self, records: list[Record], call: CallOptions) -> Problem:
+        """The whole problem, from what every rank said of its part."""
+        q_rows, kv_rows = ([each["local"][side] for each in records] for side in (0, 1))
+        self.check_shares("q rows", q_rows)
+        self.check_shares("kv rows", kv_rows)
+        lengths = sum(q_rows), sum(kv_rows)
+        if call.length not in (None, lengths):
+            got = f"{lengths} from the shards"
+            raise ConfigError("length", f"{call.length} by the argument", got)
+        own = records[self.transport.rank]
+        return Problem(
+            **{name: own[name] for name in Shapes.COMMON},
+            q_length=lengths[0],
+            kv_length=lengths[1],
+            mask=call.masking.build(*lengths),
+            scale=default_scale(own["head_dim"]) if call.scale is None else call.scale,
+            softcap=call.softcap,
+            sink=call.sink is not None,
+        )
+
+    def _choose_backend(self, problem: Problem, backward: bool) -> tuple[str, Backend]:
+        auto = self.backend == "auto"
+        names = [spec.name for spec in registry().candidates()] if auto else [self.backend]
+        refusals = []
+        for name in names:
+            try:
+                backend = self._load(name)
+            except BackendUnavailable as error:
+                if not auto:
+                    raise
+                refusals.append(str(error))
+                continue
+            refusal = backend.supports(problem)
+            if refusal is None and backward and not backend.backward:
+                refusal = "backward is not implemented"
+            if refusal is None:
+                return name, backend
+            refusals.append(f"backend {name}: {refusal}")
+        if not refusals:
+            raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
+        raise Unsupported("; ".join(refusals))
+
+    def _load(self, name: str) -> Backend:
+        if name not in self._backends:
+            self._backends[name] = registry().load(name, BackendContext(self._threads))
+        return self._backends[name]
+
+
+def _seen_rows(planned: Plan, rank: int) -> Array:
+    """Which of the rank's query rows see any key, bool `[rows]`."""
+    q_runs = planned.q_runs(rank)
+    change = np.zeros(sum(run.count for run in q_runs) + 1, np.int64)
+    for shard in range(planned.size):
+        table = lower(planned.problem.mask, q_runs, planned.kv_runs(shard)).table
+        np.add.at(change, table[:, 0], 1)
+        np.add.at(change, table[:, 1], -1)
+    seen: Array = np.cumsum(change)[:-1] > 0
+    return seen
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,88 @@
+"""The options of one attention call, checked, and as the record by which ranks compare them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringrt.errors import ConfigError, Unsupported
+from ringrt.inputs import Shapes, as_numpy
+from ringrt.plan.mask_options import MaskOptions, is_whole
+from ringrt.plan.partition import Array
+
+_MASKING = ("causal", "window", "documents", "prefix", "sink_tokens", "mask")
+_SCORES = ("scale", "softcap", "sink", "length")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallOptions:
+    """`sink` are logits `[q_heads]` or None; `length` (q, kv) or None; scale None is the
+    default."""
+
+    masking: MaskOptions
+    scale: float | None
+    softcap: float | None
+    sink: Array | None
+    length: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, path: str, shapes: Shapes, options: Mapping[str, Any]) -> CallOptions:
+        """From a user's keywords. Raises `ConfigError`, and `Unsupported` for a keyword that
+        `path` does not implement."""
+        unknown = sorted(options.keys() - {*_MASKING, *_SCORES})
+        if unknown:
+            raise Unsupported(f"{', '.join(unknown)}: not implemented in {path}")
+        given = {name: options[name] for name in _MASKING if name in options}
+        softcap = _finite("softcap", options.get("softcap"))
+        if softcap is not None and softcap <= 0:
+            raise ConfigError("softcap", "a finite number > 0, or None", softcap)
+        return cls(
+            MaskOptions.of(**given),
+            _finite("scale", options.get("scale")),
+            softcap,
+            _sink(options.get("sink"), shapes),
+            _length(options.get("length")),
+        )
+
+    def record(self) -> dict[str, Any]:
+        """In plain values; arrays by a digest."""
+        sink = None if self.sink is None else hashlib.sha256(self.sink.tobytes()).hexdigest()[:16]
+        record = {"scale": self.scale, "softcap": self.softcap, "sink": sink}
+        length = None if self.length is None else list(self.length)
+        return record | {"length": length} | self.masking.record()
+
+
+def _finite(name: str, value: Any) -> float | None:
+    """A plain float, so that ranks which pass 1 and numpy.float32(1) agree."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(name, "a number or None", repr(value)) from None
+    if not math.isfinite(number):
+        raise ConfigError(name, "a finite number", number)
+    return number
+
+
+def _sink(sink: Any, shapes: Shapes) -> Array | None:
+    if sink is None:
+        return None
+    array = as_numpy("sink", sink)
+    if array.shape != (shapes.q_heads,):
+        raise ConfigError("sink", f"shape [q_heads], ({shapes.q_heads},)", array.shape)
+    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise ConfigError("sink", "a floating dtype", array.dtype)
+    return array
+
+
+def _length(length: Any) -> tuple[int, int] | None:
+    if length is None:
+        return None
+    pair = (length, length) if is_whole(length) else length
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_whole, pair)):
+        raise ConfigError("length", "a whole number, or (q, kv)", repr(length))
+    return int(pair[0]), int(pair[1])
