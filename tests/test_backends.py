@@ -26,13 +26,15 @@ def backend(request):
 
 def run(backend, q, k, v, mask, shards=None, **options):
     """A pass over key shards (runs of k's rows), absorbed one after the other."""
+    sink = options.pop("sink", None)
+    options["sink"] = sink is not None
     problem = Problem(
         q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.shape[1], k.shape[1],
         q.dtype.name, mask, options.pop("scale", q.shape[3] ** -0.5), **options,
     )  # fmt: skip
     assert backend.supports(problem) is None
     backend.prepare(problem)
-    state = backend.begin(q, problem)
+    state = backend.begin(q, problem, sink)
     for shard in shards or [Run(0, 1, k.shape[1])]:
         cut = slice(shard.start, shard.start + shard.stride * shard.count, shard.stride)
         tiles = lower(mask, (Run(0, 1, q.shape[1]),), (shard,))
@@ -194,3 +196,133 @@ def test_tiles_may_overlap_in_rows(backend):
     assert isinstance(tiles, TileTable)
     assert len(tiles) == 3
     assert_close(run(backend, q, k, v, mask), oracle.attention(q, k, v, seen_by(mask, q, k)))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "scale", "out"),
+    [
+        (1.0, 1.0, 3e38, 1.0, 3e38),
+        (1e20, -1e19, 2.0, 1e-39, 2.0),
+        (1e20, 1e19, 2.0, 1e-39, 2.0),
+        (2e19, -2e20, 2.0, 1.0, 2.0),
+    ],
+)
+def test_products_beyond_float32_are_right_where_the_result_is_finite(backend, q, k, v, scale, out):
+    arrays = (np.full((1, 8, 1, 8), x, np.float32) for x in (q, k, v))
+    result, lse = run(backend, *arrays, Mask.full(8, 8), scale=scale)
+    np.testing.assert_allclose(result, out, rtol=1e-6)
+    score = 8 * float(np.float32(q)) * float(np.float32(k)) * scale
+    if abs(score) < 3e38:
+        np.testing.assert_allclose(lse, score + np.log(8), rtol=1e-6)
+
+
+def test_long_sums_keep_their_bits(backend):
+    """A hundred thousand keys, whole and in many visits: rounding must not pile up."""
+    q, k, v = random_qkv(2, kv_length=100_000, q_heads=1, head_dim=4)
+    v += 3
+    expected = oracle.attention(q, k, v)
+    for shard in (100_000, 5_000):
+        shards = [Run(start, 1, shard) for start in range(0, 100_000, shard)]
+        out, lse = run(backend, q, k, v, Mask.full(2, 100_000), shards)
+        np.testing.assert_allclose(out, expected[0], rtol=0, atol=5e-7)
+        np.testing.assert_allclose(lse, expected[1], rtol=0, atol=1.5e-6)
+
+
+def test_sinks_enter_once_however_many_shards(backend):
+    q, k, v = random_qkv(40, q_heads=4, kv_heads=2)
+    sink = np.array([0.5, -2.0, 30.0, -np.inf])
+    shards = [Run(start, 1, 10) for start in range(0, 40, 10)]
+    result = run(backend, q, k, v, Mask.causal(40, 40), shards, sink=sink)
+    assert_close(result, oracle.attention(q, k, v, causal=True, sink=sink), scale=10)
+
+
+def test_a_row_without_keys_has_the_sink_as_its_lse(backend):
+    q, k, v = random_qkv(3, q_heads=2)
+    out, lse = run(backend, q, k, v, Mask([]), sink=np.array([1.25, -np.inf]))
+    assert not out.any()
+    assert lse[0].tolist() == [[1.25] * 3, [-np.inf] * 3]
+
+
+def test_read_only_inputs_compile_nothing_more():
+    from ringrt_backends.cpu_kernel import absorb, absorb_backward
+
+    made = registry().backend("cpu").load(BackendContext(1))
+    q, k, v = random_qkv(70, q_heads=1)
+    run(made, q, k, v, Mask.full(70, 70))
+    before = len(absorb.signatures), len(absorb_backward.signatures)
+    for x in (q, k, v):
+        x.flags.writeable = False
+    run(made, q, k, v, Mask.full(70, 70))
+    run_backward(made, v, q, k, v, Mask.full(70, 70))
+    assert (len(absorb.signatures), len(absorb_backward.signatures)) == before
+
+
+def run_backward(backend, dout, q, k, v, mask, shards=None, **options):
+    """Gradients over key shards, given the exact out and lse; dk, dv put together."""
+    problem = Problem(
+        q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.shape[1], k.shape[1],
+        q.dtype.name, mask, options.pop("scale", q.shape[3] ** -0.5), **options,
+    )  # fmt: skip
+    backend.prepare(problem)
+    seen = seen_by(mask, q, k)
+    out, lse = oracle.attention(q, k, v, seen, scale=problem.scale, softcap=problem.softcap)
+    delta = np.einsum("brhd,brhd->bhr", dout.astype(float), out).astype(problem.state_dtype)
+    grads = backend.begin_backward(q, dout, lse.astype(problem.state_dtype), delta, problem)
+    dk, dv = (np.zeros(x.shape, problem.state_dtype) for x in (k, v))
+    for shard in shards or [Run(0, 1, k.shape[1])]:
+        cut = slice(shard.start, shard.start + shard.count)
+        tiles = lower(mask, (Run(0, 1, q.shape[1]),), (shard,))
+        part = [np.zeros(x[:, cut].shape, problem.state_dtype) for x in (k, v)]
+        backend.accumulate_backward(grads, k[:, cut], v[:, cut], *part, tiles)
+        dk[:, cut] += part[0]
+        dv[:, cut] += part[1]
+    return backend.finish_backward(grads), dk, dv
+
+
+def assert_gradients(result, expected, dtype="float32"):
+    """Relative to the largest gradient; the 16-bit dtypes by the rounding of their inputs only,
+    since these come back in the state's dtype."""
+    tolerance = 1e-13 if dtype == "float64" else 2e-6
+    for got, want in zip(result, expected, strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1, abs(want).max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_dtypes(backend, dtype, causal):
+    shape = {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 5}
+    q, k, v = random_qkv(67, dtype=dtype, **shape)
+    dout = random_qkv(67, dtype=dtype, seed=9, **shape | {"head_dim": 5})[0]
+    result = run_backward(backend, dout, q, k, v, (Mask.causal if causal else Mask.full)(67, 67))
+    assert_gradients(result, oracle.gradients(dout, q, k, v, causal=causal), dtype)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_gradients_of_any_band_in_any_shards(data):
+    lengths = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
+    bound = st.none() | st.integers(-80, 80)
+    mask = Mask([Piece(0, lengths[0], 0, lengths[1], data.draw(bound), data.draw(bound))])
+    q, k, v = random_qkv(lengths[0], kv_length=lengths[1], dtype="float64")
+    dout = random_qkv(lengths[0], dtype="float64", seed=3)[0]
+    softcap = data.draw(st.none() | st.just(1.5))
+    edge = data.draw(st.integers(0, lengths[1]))
+    shards = [Run(edge, 1, lengths[1] - edge), Run(0, 1, edge)]
+    expected = oracle.gradients(dout, q, k, v, seen_by(mask, q, k), softcap=softcap)
+    for name in BACKENDS:
+        made = registry().backend(name).load(BackendContext(1))
+        result = run_backward(made, dout, q, k, v, mask, shards, softcap=softcap)
+        assert_gradients(result, expected, "float64")
+
+
+def test_gradients_of_what_a_row_does_not_see_never_reach_it(backend):
+    """NaN in keys, values, queries and dout: only pairs that see one another are touched."""
+    q, k, v = random_qkv(70, dtype="float64")
+    dout = random_qkv(70, dtype="float64", seed=4)[0]
+    expected = oracle.gradients(dout[:, :40], q[:, :40], k[:, :40], v[:, :40], causal=True)
+    k[:, 40:, :, 2], v[:, 45:, :, 3], q[:, 50:], dout[:, 60:] = np.nan, np.inf, np.nan, np.nan
+    mask = Mask([Piece(0, 40, 0, 40, 0), Piece(40, 70, 40, 70, 0)])
+    result = run_backward(backend, dout, q, k, v, mask)
+    assert_gradients([x[:, :40] for x in result], expected, "float64")
+    assert np.isnan(result[0][:, 45:]).all()

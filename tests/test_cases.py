@@ -1,17 +1,18 @@
 """Known failures of systems like ours, with the right value. Where a case is about merging
 (N), the transports (C) or run-time refusals, its test lies with that part:
 
-    N1 N2 N4      test_softmax_state.py           C1 C2  test_threads.py, test_mpi.py
-    N3            test_softmax_state.py           C3     test_mpi.py, test_cli.py
+    N1 to N4      test_softmax_state.py           C1 C2  test_threads.py, test_mpi.py
+    N5 N7 N8 N9   test_gradients.py               C3     test_mpi.py, test_cli.py
     L7            test_ring.py, test_mpi.py       C4     test_refusals.py, test_mpi.py
-    M3            test_refusals.py                C5     test_ring.py
+    M1 (by count) test_masks.py                   C5     test_ring.py
+    M3            test_refusals.py
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CASES, check, expected
 
 import oracle
 import ringrt
@@ -22,19 +23,46 @@ from support import BACKENDS, PARTITIONS, PROGRAMS, assert_close, mpirun, random
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_on_threads(case, backend, partition):
-    q, k, v = random_qkv(**case.shapes)
+    answers = expected(case)
+    for schedule, travel in (("ring", "kv"), ("ring", "q"), ("direct", "kv"), ("direct", "q")):
+        how = {"partition": partition, "backend": backend, "schedule": schedule}
+        ringrt.run_threads(
+            lambda ring: check(ring, case, answers), case.ranks, travel=travel, timeout=30, **how
+        )
 
-    def on_rank(ring):
-        shards = [ring.shard(x) for x in (q, k, v)]
-        out, lse = ring.attention(*shards, **case.options)
-        rows, heads = shards[0].shape[1:3]
-        assert out.shape == (1, rows, heads, v.shape[3]), "what was sharded stays sharded"
-        return ring.unshard(out), ring.unshard(lse, axis=2)
 
-    results = ringrt.run_threads(on_rank, case.ranks, partition=partition, backend=backend)
-    expected = oracle.attention(q, k, v, **case.options)
-    for result in results:
-        assert_close(result, expected)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_l1_a_length_that_is_no_multiple_of_anything(partition):
+    """2999 tokens over 4 ranks, forward and backward: equal to one rank."""
+    q, k, v = random_qkv(2999, q_heads=1, head_dim=4)
+    dout = random_qkv(2999, q_heads=1, head_dim=4, seed=5)[0]
+    results = []
+    for ranks in (1, 4):
+        out, lse = ringrt.attention(q, k, v, ranks=ranks, partition=partition, causal=True)
+        gradients = ringrt.attention_backward(
+            dout, q, k, v, out, lse, ranks=ranks, partition=partition, causal=True
+        )
+        results.append((out, lse, *gradients))
+    for alone, shared in zip(*results, strict=True):
+        np.testing.assert_allclose(shared, alone, rtol=0, atol=2e-6 * max(1, abs(alone).max()))
+
+
+def test_l5_padding_gives_the_same_bits_on_a_repeat():
+    q, k, v = random_qkv(704, head_dim=4)
+    runs = [ringrt.attention(q, k, v, ranks=4, causal=True, documents=[0, 698]) for _ in range(2)]
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not runs[0][0][:, 698:].any()
+
+
+@pytest.mark.parametrize("length", [512, 1024, 2048])
+def test_m8_what_is_sharded_does_not_change_with_size(length):
+    q, k, v = random_qkv(length, q_heads=2, kv_heads=2, head_dim=4)
+    out, lse = ringrt.attention(q, k, v, ranks=2)
+    assert (out.shape, lse.shape) == ((1, length, 2, 4), (1, 2, length))
+    rows = [0, 1, length // 2, length - 1]
+    expected_rows = oracle.attention(q[:, rows], k, v)
+    assert_close((out[:, rows], lse[:, :, rows]), expected_rows)
 
 
 @pytest.mark.timeout(120)

@@ -96,7 +96,7 @@ class CpuBackend:
         out, lse = state.softmax.finish()
         with np.errstate(over="ignore"):
             narrow = np.ascontiguousarray(out.astype(state.out_dtype))
-        return narrow, lse.astype(state.problem.state_dtype)
+            return narrow, lse.astype(state.problem.state_dtype)
 
     def begin_backward(
         self,

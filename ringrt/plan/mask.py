@@ -132,8 +132,8 @@ def _first_overlap(table: IntArray, begin: int, end: int) -> tuple[int, int] | N
     a, b = table[begin:end, None, :], table[None, begin:last, :]
     q_start, k_start = np.maximum(a[..., 0], b[..., 0]), np.maximum(a[..., 2], b[..., 2])
     q_stop, k_stop = np.minimum(a[..., 1], b[..., 1]), np.minimum(a[..., 3], b[..., 3])
-    low = np.maximum.reduce([a[..., 4], b[..., 4], q_start - (k_stop - 1)])
-    high = np.minimum.reduce([a[..., 5], b[..., 5], (q_stop - 1) - k_start])
+    low = np.maximum(np.maximum(a[..., 4], b[..., 4]), q_start - (k_stop - 1))
+    high = np.minimum(np.minimum(a[..., 5], b[..., 5]), (q_stop - 1) - k_start)
     clash = (q_start < q_stop) & (k_start < k_stop) & (low <= high)
     clash &= np.arange(begin, end)[:, None] < np.arange(begin, last)[None, :]
     if not clash.any():

@@ -1,0 +1,143 @@
+"""Masks as options: each becomes the pieces of its definition, and what is wrong is told."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from masks import mask_options, visible
+
+from ringrt import Mask, Piece
+from ringrt.errors import ConfigError
+from ringrt.plan.mask_options import MaskOptions
+
+
+def built(q_length, kv_length, **options):
+    mask = MaskOptions.of(**options).build(q_length, kv_length)
+    mask.check(q_length, kv_length)
+    return mask.visible(np.arange(q_length), np.arange(kv_length))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_options_become_the_pieces_of_their_definition(data):
+    q_length, kv_length = data.draw(st.integers(0, 24)), data.draw(st.integers(0, 24))
+    options = data.draw(mask_options(q_length, kv_length))
+    np.testing.assert_array_equal(
+        built(q_length, kv_length, **options), visible(q_length, kv_length, **options)
+    )
+
+
+def test_windows_by_count():
+    """16 tokens: a causal window of three to the left shows 58 pairs."""
+    assert built(16, 16, causal=True, window=(3, -1)).sum() == 58
+    assert built(16, 16, window=(3, 0)).sum() == 58
+    assert built(16, 16, window=(3, -1)).sum() == 58 + 16 * 15 // 2
+    assert built(16, 16, window=(3, None)).sum() == 58 + 16 * 15 // 2
+    assert built(16, 16, window=(0, 0)).sum() == 16
+
+
+def test_causal_lowers_the_right_side_of_a_window_but_does_not_raise_it():
+    np.testing.assert_array_equal(
+        built(9, 9, causal=True, window=(2, 5)), built(9, 9, window=(2, 0))
+    )
+
+
+def test_documents_and_padding():
+    seen = built(10, 10, causal=True, documents=[0, 4, 7])
+    assert seen[:4, :4].sum() == 10
+    assert seen[4:7, 4:7].sum() == 6
+    assert seen.sum() == 16
+    np.testing.assert_array_equal(seen, built(10, 10, causal=True, documents=[[4, 7], [0, 4]]))
+
+
+def test_sinks_stay_visible_beside_a_window():
+    seen = built(12, 12, causal=True, window=(2, 0), sink_tokens=2)
+    assert seen[11].nonzero()[0].tolist() == [0, 1, 9, 10, 11]
+    assert seen[1].nonzero()[0].tolist() == [0, 1]
+
+
+def test_a_prefix_is_visible_to_all():
+    seen = built(6, 6, causal=True, prefix=3)
+    assert seen[0].nonzero()[0].tolist() == [0, 1, 2]
+    assert seen[4].nonzero()[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_mask_of_ones_own_is_taken_as_it_is():
+    mask = Mask([Piece(0, 4, 0, 4, min_distance=0), Piece(4, 6, 0, 2)])
+    assert MaskOptions.of(mask=mask).build(6, 6) is mask
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 3}, r"window: expected \(left, right\), .* got 3"),
+        ({"window": (3,)}, "window: expected"),
+        ({"window": (-2, 0)}, r"window: expected .* got \(-2, 0\)"),
+        ({"window": (1.5, 0)}, "window: expected"),
+        ({"prefix": -1}, "prefix: expected a whole number >= 0, got -1"),
+        ({"sink_tokens": True}, "sink_tokens: expected a whole number >= 0, got True"),
+        ({"documents": [0, 5, 3]}, r"documents: expected 0 <= start <= stop, got \[5, 3\]"),
+        ({"documents": [-1, 3]}, "documents: expected 0 <= start <= stop"),
+        (
+            {"documents": [[0, 4], [3, 6]]},
+            r"documents: expected ranges that do not overlap, got \[0, 4\] and \[3, 6\]",
+        ),
+        (
+            {"documents": [0, 11]},
+            r"documents: expected ranges within the 10 query rows, got \[0, 11\]",
+        ),
+        ({"documents": [0.5, 1]}, "documents: expected whole numbers"),
+        ({"documents": [[0, 1, 2]]}, "documents: expected whole numbers"),
+        ({"documents": [[0, 1], [2]]}, "documents: expected whole numbers"),
+        (
+            {"documents": ([0, 5], [0, 2, 4])},
+            "documents: expected as many among queries as among keys, got 1 and 2",
+        ),
+        ({"mask": 3}, "mask: expected a ringrt.Mask, got int"),
+        ({"mask": Mask.full(10, 10), "causal": True}, "mask: expected no causal beside it"),
+        (
+            {"mask": Mask.full(10, 10), "prefix": 2, "window": (1, 1)},
+            "mask: expected no window and no prefix",
+        ),
+        ({"mask": Mask.full(10, 11)}, "mask: expected pieces within 10 × 10"),
+        (
+            {"mask": Mask([Piece(0, 5, 0, 5), Piece(4, 9, 4, 9)])},
+            "mask: expected pieces that do not overlap",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MaskOptions.of(**options).build(10, 10)
+
+
+@given(st.data())
+def test_overlapping_pieces_are_found_exactly(data):
+    bound = st.none() | st.integers(-4, 4)
+
+    def piece():
+        q = sorted((data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))))
+        k = sorted((data.draw(st.integers(0, 6)), data.draw(st.integers(0, 6))))
+        return Piece(*q, *k, data.draw(bound), data.draw(bound))
+
+    pieces = [piece() for _ in range(3)]
+    at = np.arange(6)
+    count = sum(Mask([each]).visible(at, at).astype(int) for each in pieces)
+    if count.max() > 1:
+        with pytest.raises(ConfigError, match="do not overlap"):
+            Mask(pieces).check(6, 6)
+    else:
+        Mask(pieces).check(6, 6)
+
+
+def test_ten_thousand_pieces_are_checked_in_seconds():
+    cuts = np.arange(0, 100_001, 10)
+    pieces = [Piece(int(a), int(b), int(a), int(b), 0) for a, b in itertools.pairwise(cuts)]
+    mask = Mask(pieces)
+    begin = time.perf_counter()
+    mask.check(100_000, 100_000)
+    assert time.perf_counter() - begin < 10
