@@ -45,6 +45,8 @@ def test_the_quickstart_is_right_on_real_data(launch):
     assert "2,048 tokens, 9 query heads on 3 KV heads" in done.stdout
     assert max(errors_in(done.stdout)) <= 2e-6
     rows = [line.split() for line in done.stdout.splitlines() if re.match(r"\s+\d +512 ", line)]
+    assert len(rows) == 8, "forward and backward"
+    rows = rows[:4]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     for row in rows:
         # tokens, steps, sent, by formula, home of all, peak, by formula, peak of all
@@ -130,6 +132,47 @@ def test_a_handled_error_is_exit_2_and_said_once_under_mpirun_too(job, arguments
     assert "Traceback" not in done.stderr
 
 
+def test_a_mistake_that_one_rank_finds_reaches_the_others(job, tmp_path):
+    """As when a file is missing on one node: no rank waits for the faulty one inside MPI."""
+    import shutil
+
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(SMALL.replace("length: 50", "length: -1"))
+    launcher = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or "mpirun"
+    ringrt = [sys.executable, "-m", "ringrt", "run"]
+    done = subprocess.run(
+        [launcher, "-n", "2", *ringrt, job, ":", "-n", "1", *ringrt, wrong],
+        capture_output=True, text=True, timeout=40, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "input.length: expected at least 0, got -1 on rank 2" in done.stderr
+
+
+def test_the_table_fits_a_narrow_terminal():
+    done = ringrt_command("run", QUICKSTART, env={"COLUMNS": "80", "FORCE_COLOR": "1"})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_a_plugin_whose_probe_fails_does_not_break_the_lists():
+    code = (
+        "import sys, dataclasses\n"
+        "import ringrt_backends as b\n"
+        "def probe(): raise OSError('driver not found')\n"
+        "b._probe_numba = probe\n"
+        "sys.argv = ['ringrt', sys.argv[1]]\n"
+        "from ringrt.cli import main\nmain()"
+    )
+    for command in ("backends", "doctor"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "OSError" in done.stdout
+        assert "driver not found" in done.stdout
+
+
 def test_transport_mpi_wants_its_launcher(job):
     done = ringrt_command("run", job, "--set", "ring.transport=mpi")
     assert done.returncode == 2
@@ -187,9 +230,14 @@ def _runs(pid, folder):
     )
 
 
-def test_interrupting_thread_ranks_ends_them(tmp_path):
+@pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (1, 2)])
+def test_interrupting_thread_ranks_ends_them(tmp_path, ranks, threads):
+    """In the midst of compute, with worker threads and without."""
     job = subprocess.Popen(
-        [sys.executable, "-m", "ringrt", "run", long_job(tmp_path), "--ranks", "2"],
+        [
+            sys.executable, "-m", "ringrt", "run", long_job(tmp_path),
+            "--ranks", str(ranks), "--set", f"ring.threads={threads}",
+        ],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT,
         # A shell that runs the tests in the background has interrupts ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -233,7 +281,7 @@ def test_commands_work_without_the_extras():
 
 
 def test_plan_prints_every_step():
-    done = ringrt_command("plan", QUICKSTART, "--ranks", "2")
+    done = ringrt_command("plan", QUICKSTART, "--ranks", "2", "--set", "passes=[forward]")
     assert done.returncode == 0
     lines = [line.split() for line in done.stdout.splitlines() if re.match(r"\s+[01]  ", line)]
     assert [line[:4] for line in lines] == [
@@ -246,11 +294,28 @@ def test_plan_prints_every_step():
     assert "50.0%" in done.stdout or "50.1%" in done.stdout
 
 
+def test_backward_on_real_data():
+    done = ringrt_command("run", QUICKSTART, "--set", "passes=[forward, backward]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert re.search(rf"^  {name} +[0-9.e-]+ \(", done.stdout, re.M)
+    assert "backward: striped over 4 ranks" in done.stdout
+
+
+def test_plan_says_why():
+    done = ringrt_command("plan", QUICKSTART, "--set", "passes=[forward, backward]")
+    assert done.returncode == 0
+    assert "chosen by bytes: ring:" in done.stdout
+    assert "ring moving kv:" in done.stdout
+    assert "sums received" in done.stdout
+
+
 def test_plan_of_many_ranks_is_one_row_each():
-    done = ringrt_command("plan", QUICKSTART, "--ranks", "64")
+    forward = ["--set", "passes=[forward]"]
+    done = ringrt_command("plan", QUICKSTART, "--ranks", "64", *forward)
     assert done.returncode == 0
     assert len([line for line in done.stdout.splitlines() if "of even" in line]) == 64
-    done = ringrt_command("plan", QUICKSTART, "--ranks", "64", "--rank", "9")
+    done = ringrt_command("plan", QUICKSTART, "--ranks", "64", "--rank", "9", *forward)
     assert len([line for line in done.stdout.splitlines() if line.startswith("   9 ")]) == 64
 
 

@@ -97,6 +97,25 @@ def test_a_mistake_is_one_line_with_its_key(load, text, message):
     assert isinstance(caught.value, ValueError)
 
 
+def test_merge_keys_may_be_overridden(load):
+    job = load(
+        "input: {source: random, length: 8, q_heads: 2, kv_heads: 1, head_dim: 4}\n"
+        "ring:\n  <<: {backend: reference, timeout: 10}\n  timeout: 20\n"
+    )
+    assert (job.ring.backend, job.ring.timeout) == ("reference", 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("2E3", 2e3), ("-1.5e+2", -150.0), ("3", 3.0)]
+)
+def test_numbers_as_people_write_them(load, text, value):
+    assert load(MINIMAL, f"attention.scale={text}").attention.scale == value
+
+
+def test_the_backend_null_needs_no_quotes(load):
+    assert load(MINIMAL, "ring.backend=null").ring.backend == "null"
+
+
 def test_every_mistake_is_told_at_once(load):
     with pytest.raises(ConfigErrors) as caught:
         load(MINIMAL + "ring: {ranks: 0, rank: 1}\nverify: {rows: x}")
@@ -112,6 +131,8 @@ def test_every_mistake_is_told_at_once(load):
         ("passes.0=forward", "--set passes.0: expected passes to be a section"),
         ("ring.ranks={", "--set ring.ranks: expected YAML"),
         ("ring.rnks=3", "ring.rnks: expected one of"),
+        ("ring.file=3", "ring.file: expected one of"),
+        ("input.random=3", "input.random: expected one of source, seed"),
     ],
 )
 def test_a_wrong_override_is_told_by_its_key(load, override, message):

@@ -79,3 +79,18 @@ def test_a_mismatch_is_named_on_every_rank(how, message):
     assert said.count(message) == (3 if how == "mismatch" else 2), said
     if how == "argument":
         assert "ConfigError: q: expected shape" in said
+
+
+def test_a_rank_that_leaves_late_is_no_failure():
+    done = mpirun(3, PROGRAMS / "late.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "rank 0 saved"
+
+
+def test_memory_of_an_unfinished_exchange_stays(tmp_path):
+    """With MPI's single-copy path off, the sender writes into the receiver's buffers late."""
+    done = mpirun(3, PROGRAMS / "unfinished.py", env={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})
+    assert "Segmentation fault" not in done.stderr
+    assert "Fatal Python error" not in done.stderr
+    assert "ExchangeTimeout on rank" in done.stderr
+    assert done.returncode != 0

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 import ringrt
-from ringrt import ConfigError, HandoffError, RankMismatch, Unsupported
-from ringrt.plan import get_partition
+from ringrt import (
+    BackendUnavailable,
+    ConfigError,
+    HandoffError,
+    RankMismatch,
+    TransportError,
+    Unsupported,
+)
+from ringrt.plan import Mask, Piece, get_partition
 from support import random_qkv
 
 
@@ -46,6 +53,13 @@ def test_arrays(change, message):
     [
         ({"scale": float("inf")}, "scale: expected a finite number, got inf"),
         ({"scale": "big"}, "scale: expected a number or None, got 'big'"),
+        ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
+        ({"softcap": float("nan")}, "softcap: expected a finite number, got nan"),
+        ({"length": 12.0}, "length: expected a whole number, or"),
+        ({"timeout": "5"}, "timeout: expected a number of seconds > 0, got '5'"),
+        ({"sink": np.zeros(3)}, r"sink: expected shape \[q_heads\], \(4,\), got \(3,\)"),
+        ({"documents": [0, 13]}, "documents: expected ranges within the 12 query rows"),
+        ({"mask": 1}, "mask: expected a ringrt.Mask, got int"),
         ({"softcap": -1.0}, "softcap: expected a finite number > 0"),
         ({"length": 13}, r"length: expected \(13, 13\) by the argument, got \(12, 12\)"),
         ({"partition": "diagonal"}, "partition: expected contiguous or striped or zigzag"),
@@ -67,6 +81,68 @@ def test_options(options, message):
 def test_what_is_not_implemented_is_refused_by_name(name):
     with pytest.raises(Unsupported, match=f"{name}: not implemented in Ring.attention"):
         call(**{name: 1})
+
+
+def test_numpy_integers_are_whole_numbers():
+    call(ranks=np.int64(2), length=np.int64(12), prefix=np.int32(1), timeout=1e12)
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_ignored():
+    with pytest.raises(HandoffError, match="q: a masked array"):
+        call({"q": np.ma.masked_array(Q, Q > 0)})
+
+
+def test_a_closed_ring_says_so():
+    def on_rank(ring):
+        ring.close()
+        with pytest.raises(TransportError, match="the ring of rank 0 is closed"):
+            ring.shard(Q)
+
+    ringrt.run_threads(on_rank, 1)
+
+
+BACKWARD = {"dout": Q, "out": Q, "lse": np.zeros((1, 4, 12), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dout": Q[:, :3]}, r"dout: expected shape \(1, 12, 4, 8\), got shape \(1, 3, 4, 8\)"),
+        ({"out": Q.astype("f8")}, "out: expected the dtype of q, float32, got float64"),
+        ({"lse": BACKWARD["lse"].transpose(0, 2, 1)}, r"lse: expected shape \(1, 4, 12\)"),
+        ({"lse": BACKWARD["lse"].astype("f8")}, "lse: expected dtype float32, got float64"),
+    ],
+)
+def test_arrays_of_the_backward_pass(change, message):
+    given = BACKWARD | change
+    with pytest.raises(ConfigError, match=message):
+        ringrt.attention_backward(given["dout"], Q, K, V, given["out"], given["lse"], ranks=2)
+
+
+def test_options_of_the_backward_pass_are_refused_by_name():
+    with pytest.raises(Unsupported, match="dropout_p: not implemented in Ring.attention_backward"):
+        ringrt.attention_backward(Q, Q, K, V, Q, BACKWARD["lse"], ranks=2, dropout_p=0.5)
+
+
+def test_a_backend_without_backward_says_so(monkeypatch):
+    from ringrt_backends.reference import ReferenceBackend
+
+    monkeypatch.setattr(ReferenceBackend, "backward", False)
+    with pytest.raises(Unsupported, match="backend reference: backward is not implemented"):
+        ringrt.attention_backward(Q, Q, K, V, Q, BACKWARD["lse"], ranks=2, backend="reference")
+
+
+def test_auto_passes_over_a_backend_that_cannot_be_loaded(monkeypatch):
+    """Numba is there, but refuses to be imported beside this NumPy, say."""
+    import ringrt_backends.cpu
+
+    def fail(threads):
+        raise ImportError("Numba needs NumPy 2.2 or less")
+
+    monkeypatch.setattr(ringrt_backends.cpu, "CpuBackend", fail)
+    assert call()[0].shape == (1, 12, 4, 8)
+    with pytest.raises(BackendUnavailable, match="backend cpu: ImportError: Numba needs NumPy"):
+        call(backend="cpu")
 
 
 @pytest.mark.parametrize("x", [[[1.0]], None, memoryview(b"12")])
@@ -102,6 +178,14 @@ def shards(ring, length=12, **changes):
         (lambda ring, a: ring.attention(*a, causal=ring.rank == 1), "causal"),
         (lambda ring, a: ring.attention(*a, scale=float(ring.rank == 1)), "scale"),
         (lambda ring, a: ring.attention(*a, softcap=2.0 if ring.rank == 1 else None), "softcap"),
+        (lambda ring, a: ring.attention(*a, window=(int(ring.rank == 1), 2)), "window"),
+        (lambda ring, a: ring.attention(*a, documents=[0, 4 + (ring.rank == 1)]), "documents"),
+        (lambda ring, a: ring.attention(*a, prefix=int(ring.rank == 1)), "prefix"),
+        (lambda ring, a: ring.attention(*a, sink=np.full(4, float(ring.rank == 1))), "sink"),
+        (
+            lambda ring, a: ring.attention(*a, mask=Mask([Piece(0, 12, 0, 3 + (ring.rank == 1))])),
+            "mask",
+        ),
         (lambda ring, a: ring.attention(*a, length=12 if ring.rank == 1 else None), "length"),
         (
             lambda ring, a: ring.attention(*(x.astype("f8") if ring.rank == 1 else x for x in a)),

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ringrt.errors import BackendUnavailable
-from ringrt.jobs.verify import max_or_nan
 from ringrt.plan import HOME, Hop, Mask, Plan, Problem, Step
 from ringrt.plan.cost import count_steps, payload_bytes, sum_bytes
 from ringrt.plan.problem import ITEMSIZE
@@ -72,22 +71,16 @@ def _print_pass(console: Console, report: JobReport, name: str, planned: Plan) -
 
 
 def _print_errors(console: Console, report: JobReport) -> None:
-    verdicts = [each.verdict for each in report.ranks if each.verdict is not None]
-    if not verdicts:
+    verdict = report.verdict
+    if verdict is None:
         console.print("not verified")
         return
-    rows = sum(verdict.rows for verdict in verdicts)
-    console.print(f"max error against the float64 oracle over {rows:,} rows:")
-    dtypes = {"lse": report.problem.state_dtype}
-    for name in verdicts[0].figures:
-        figures = [verdict.figures[name] for verdict in verdicts]
-        error = max_or_nan(*(figure.error for figure in figures))
-        excess = max_or_nan(*(figure.excess for figure in figures))
-        dtype = dtypes.get(name, report.problem.dtype)
-        bound = max(figure.bound for figure in figures)
+    console.print(f"max error against the float64 oracle over {verdict.rows:,} rows:")
+    for name, figure in verdict.figures.items():
+        dtype = report.problem.state_dtype if name == "lse" else report.problem.dtype
         console.print(
-            f"  {name:<3} {error:.2e} ({excess:.2e} beyond the rounding of {dtype}, "
-            f"bound {bound:.1e})"
+            f"  {name:<3} {figure.error:.2e} ({figure.excess:.2e} beyond the rounding of {dtype}, "
+            f"bound {figure.bound:.1e})"
         )
     console.print("verified" if report.passed else "NOT VERIFIED: an error is beyond its bound")
     if not report.passed:
@@ -123,7 +116,7 @@ def _steps_table(name: str, plan: Plan, ranks: Iterable[int]) -> Table:
                 str(rank),
                 str(step.index),
                 str(step.shard),
-                "home" if step.slot == HOME else f"slot {step.slot}",
+                _lies_in(step),
                 f"{step.rows.count:,}",
                 str(len(step.tiles)),
                 _share(pairs, _all_pairs(plan, rank, step)),
@@ -225,6 +218,12 @@ def _describe(problem: Problem) -> str:
         f"batch {problem.batch}, {lengths}, {problem.q_heads} query heads on {problem.kv_heads} "
         f"KV heads,\n{dims}, {problem.dtype}, {mask}"
     )
+
+
+def _lies_in(step: Step) -> str:
+    if not step.rows:
+        return "-"
+    return "home" if step.slot == HOME else f"slot {step.slot}"
 
 
 def _all_pairs(plan: Plan, rank: int, step: Step) -> int:

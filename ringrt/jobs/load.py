@@ -124,7 +124,9 @@ _EXPECTED = {
 
 def _as_config_error(item: Mapping[str, Any]) -> ConfigError:
     # Within `input` pydantic names the kind of source, which is no key of the file.
-    location = [part for i, part in enumerate(item["loc"]) if i != 1 or part not in _TAGS]
+    location = list(item["loc"])
+    if location[:1] == ["input"] and location[1:2] and location[1] in _TAGS:
+        del location[1]
     key = ".".join(str(part) for part in location) or "job"
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
@@ -143,7 +145,7 @@ def _siblings(location: Iterable[str | int]) -> list[str]:
     model: Any = Job
     for part in list(location)[:-1]:
         known = part in model.model_fields
-        model = _section(model, str(part)) if known else _TAGS.get(str(part), model)
+        model = _section(model, str(part)) if known else _TAGS[str(part)]
     return list(model.model_fields)
 
 

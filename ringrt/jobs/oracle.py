@@ -42,12 +42,16 @@ class Oracle:
         self.value_size = 0.0
         self.out = self._weighted(self._p, "v")
 
-    def query_gradient(self) -> Array:
-        """dq, given the source's dout: ds = p (dp − Σ p dp), for softmax."""
+    def query_gradient(self, delta: Array | None) -> Array:
+        """dq, given the source's dout: ds = p (dp − delta), where delta `[batch, q_heads, rows]`
+        is rowsum(dout · out) of a given out, or by default of the exact one."""
         dout = self._read("dout", self._at)
         dp = np.concatenate([dout @ v.swapaxes(-1, -2) for v in self._blocks("v")], axis=-1)
         dp = np.where(self._visible, dp, 0)
-        ds = self._p * (dp - (self._p * dp).sum(axis=-1, keepdims=True)) * self._slope
+        if delta is None:
+            delta = (self._p * dp).sum(axis=-1)
+        seen = np.asarray(self._visible.any(axis=-1))[:, None]
+        ds = np.where(seen, self._p * (dp - delta[..., None]) * self._slope, 0)
         return self._weighted(ds, "k")
 
     def _weighted(self, weights: Array, name: str) -> Array:

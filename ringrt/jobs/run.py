@@ -18,7 +18,7 @@ from ringrt.jobs.load import LoadedJob
 from ringrt.jobs.outputs import check_output, write_output
 from ringrt.jobs.schema import Attention
 from ringrt.jobs.sources import Source, open_source
-from ringrt.jobs.verify import Results, Sample, Verdict, verify
+from ringrt.jobs.verify import Results, Sample, Verdict, combine, verify
 from ringrt.launch import run_threads
 from ringrt.plan import Plan, Problem, get_partition, plan
 from ringrt.plan.cost import count_steps
@@ -68,9 +68,15 @@ class JobReport:
         return self.plans["forward"].problem
 
     @property
+    def verdict(self) -> Verdict | None:
+        """All ranks' verdicts as one; None if nothing was verified."""
+        verdicts = [each.verdict for each in self.ranks if each.verdict is not None]
+        return combine(verdicts) if verdicts else None
+
+    @property
     def passed(self) -> bool:
-        """No rank found an error beyond its bound."""
-        return all(each.verdict is None or each.verdict.passed for each in self.ranks)
+        """No error is beyond its bound."""
+        return self.verdict is None or self.verdict.passed
 
 
 def problem_of(loaded: LoadedJob, source: Source) -> Problem:

@@ -17,7 +17,7 @@ from ringrt.jobs.oracle import Oracle, key_gradients, largest
 from ringrt.jobs.sources import Source
 from ringrt.plan.mask import IntArray
 from ringrt.plan.partition import Array
-from ringrt.plan.problem import Problem
+from ringrt.plan.problem import ITEMSIZE, Problem
 
 #: Float64 scores held at a time.
 _SCORES = 8_000_000
@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Verdict:
-    """How many rows of the rank were checked, and how far each tensor is off."""
+    """How many rows were checked, and how far each tensor is off."""
 
     rows: int
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -63,11 +63,26 @@ class Verdict:
         return all(figure.excess <= figure.bound for figure in self.figures.values())
 
 
+def combine(verdicts: list[Verdict]) -> Verdict:
+    """One verdict on all ranks' rows: bounds are those of the largest numbers anywhere."""
+    figures = {}
+    for name in verdicts[0].figures:
+        parts = [verdict.figures[name] for verdict in verdicts]
+        figures[name] = Figure(
+            error=max_or_nan(*(part.error for part in parts)),
+            excess=max_or_nan(*(part.excess for part in parts)),
+            bound=max(part.bound for part in parts),
+            size=max(part.size for part in parts),
+        )
+    return Verdict(sum(verdict.rows for verdict in verdicts), figures)
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A rank's results, all its rows: out and lse, and after a backward pass dq, dk and dv, with
-    what the oracle needs of the whole sequence: dout by the source, lse and delta as the run
-    has them (`[batch, q_heads, q_length]`; they are checked by their own rows)."""
+    """A rank's results, all its rows: out and lse, and after a backward pass dq, dk and dv. Of
+    the whole sequence, lse and delta = rowsum(dout · out) `[batch, q_heads, q_length]` as the
+    run has them: dk and dv are checked given these, for they sum over all queries, and dq given
+    delta where out is rounded to 16 bits. out and lse are checked by themselves."""
 
     out: Array
     lse: Array
@@ -100,12 +115,16 @@ def verify(
     figures = verdict.figures = {name: Figure() for name in names}
     total = len(queries.local) + (len(keys.local) if results.gradients else 0)
     value_size = score_size = 0.0
+    narrow = ITEMSIZE[problem.dtype] == 2
     for begin, chunk in _chunks(queries, problem.kv_length, problem):
         oracle = Oracle(source, problem, chunk.index, sink)
         figures["out"].add(results.out[:, chunk.local], oracle.out)
         figures["lse"].add(results.lse[:, :, chunk.local], oracle.lse)
         if results.gradients:
-            figures["dq"].add(results.gradients[0][:, chunk.local], oracle.query_gradient())
+            assert results.whole_delta is not None
+            rounded = results.whole_delta[:, :, chunk.index] if narrow else None
+            dq = oracle.query_gradient(rounded)
+            figures["dq"].add(results.gradients[0][:, chunk.local], dq)
         value_size = max(value_size, oracle.value_size)
         score_size = max(score_size, oracle.score_size)
         on_progress(begin + len(chunk.local), total)
