@@ -23,6 +23,24 @@ def test_the_readme_s_first_example_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_readme_s_example_of_gradients_runs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PYTHON[2]], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pictures_of_masks_are_those_of_today_s_plans(tmp_path):
+    subprocess.run(
+        [sys.executable, "docs/draw_masks.py", tmp_path], cwd=ROOT, check=True, timeout=60
+    )
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "masks").glob("*.svg")}
+    assert drawn == kept
+    text = (ROOT / "docs" / "masks.md").read_text()
+    assert set(re.findall(r"masks/([\w-]+\.svg)", text)) == set(kept)
+
+
 def test_the_readme_s_mpi_example_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PYTHON[1])

@@ -14,6 +14,7 @@ from ringrt.errors import ExchangeTimeout, KernelError, PeerLost, RingrtError
 from ringrt.version import __version__
 
 if TYPE_CHECKING:
+    from ringrt.plan import Plan
     from ringrt.transport import Launch
 
 _JOB = click.argument("job", type=click.Path(path_type=Path))
@@ -56,7 +57,19 @@ def run(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
 @_RANKS
 @_SET
 @click.option("--rank", type=click.IntRange(min=0), help="Show the steps of this rank only.")
-def plan(job: Path, ranks: int | None, overrides: tuple[str, ...], rank: int | None) -> None:
+@click.option(
+    "--draw",
+    "picture",
+    type=click.Path(path_type=Path),
+    help="Draw the forward pass as SVG into this file instead.",
+)
+def plan(
+    job: Path,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+    rank: int | None,
+    picture: Path | None,
+) -> None:
     """Print a job's schedule: per rank and ring step the shard, its work and its bytes."""
     from ringrt.cli.tables import print_plan
     from ringrt.jobs.load import load_job
@@ -64,6 +77,9 @@ def plan(job: Path, ranks: int | None, overrides: tuple[str, ...], rank: int | N
 
     loaded = load_job(job, overrides)
     size = ranks or loaded.job.ring.ranks or 1
+    if picture is not None:
+        _draw(plan_of(loaded, size), picture)
+        return
     for name in loaded.job.passes:
         print_plan(name, plan_of(loaded, size, name == "backward"), rank)
 
@@ -91,6 +107,16 @@ def schema() -> None:
     from ringrt.jobs.load import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
+
+
+def _draw(planned: Plan, picture: Path) -> None:
+    from ringrt.cli.draw import draw
+    from ringrt.errors import ConfigError
+
+    try:
+        picture.write_text(draw(planned))
+    except OSError as error:
+        raise ConfigError("--draw", "a file that can be written", error.strerror) from None
 
 
 def main() -> None:
