@@ -4,6 +4,7 @@ part, and all learn whether the others could."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Caller:
         self.transport, self.options, self.backend = transport, options, backend
         self._threads = options.threads or max(1, _cores() // transport.local_size)
         self._backends: dict[str, Backend] = {}
-        self._kept: OrderedDict[tuple[str, bytes], Prepared] = OrderedDict()
+        self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._closed = False
 
     @contextlib.contextmanager
@@ -77,7 +78,7 @@ class Caller:
             tell_failure(self.transport, error, self.options.timeout)
             raise
 
-    def agree(self, record: Record) -> tuple[bytes, list[Record]]:
+    def agree(self, record: Record) -> list[Record]:
         """Compare this rank's record with every other's; see `ringrt.engine.agree`."""
         options = self.options
         common = {"version": __version__, "partition": options.partition.name}
@@ -86,10 +87,14 @@ class Caller:
 
     def prepare(self, operation: str, shapes: Shapes, options: CallOptions) -> Prepared:
         """Agree on a pass ("forward" or "backward") and prepare it. Kept, so that a call like an
-        earlier one costs one round of the control plane and no planning."""
-        record = {"operation": operation, "local": [shapes.q_rows, shapes.kv_rows]}
-        raw, records = self.agree(record | shapes.common() | options.record())
-        key = (self.backend, raw)
+        earlier one costs one round of the control plane and no planning. Whether it is like an
+        earlier one is found from what all ranks said, so that all find the same."""
+        local = [shapes.q_rows, shapes.kv_rows, self.backend]
+        common = {"operation": operation} | shapes.common() | options.record()
+        records = self.agree(common | {"local": local})
+        # Sinks are compared, but a plan only depends on whether there are any.
+        common["sink"] = options.sink is not None
+        key = json.dumps([common, [record["local"] for record in records]])
         if key not in self._kept:
             self._kept[key] = self._prepare(records, options)
             if len(self._kept) > _KEPT:

@@ -126,7 +126,7 @@ class Ring:
             rest = list(array.shape[:axis] + array.shape[axis + 1 :])
             record = {"operation": "unshard", "axis": axis, "shape without the axis": rest}
             record |= {"dtype": dtype_name(array), "local": [array.shape[axis]]}
-        _, records = self._caller.agree(record)
+        records = self._caller.agree(record)
         rows = [each["local"][0] for each in records]
         self._caller.check_shares("rows", rows)
         raw = gather(self._transport, np.ascontiguousarray(array).tobytes(), self.timeout)

@@ -178,6 +178,46 @@ def test_ranks_may_use_different_backends():
     assert_close(result, oracle.attention(q, k, v), "float64")
 
 
+def test_a_rank_may_change_its_backend_between_calls_that_are_otherwise_alike():
+    """What the others keep of the first call must not let them skip what the one has to say."""
+    q, k, v = random_qkv(30, dtype="float64")
+    expected = oracle.attention(q, k, v)
+
+    def on_rank(ring):
+        shards = [ring.shard(x) for x in (q, k, v)]
+        used = []
+        for backend in ("cpu", "reference", "cpu"):
+            if ring.rank == 1:
+                ring.backend = backend
+            out, lse = ring.attention(*shards)
+            used.append(ring.stats.backend)
+            assert_close((ring.unshard(out), ring.unshard(lse, axis=2)), expected, "float64")
+        return used
+
+    used = ringrt.run_threads(on_rank, 3, backend="cpu", timeout=TIMEOUT)
+    assert used == [["cpu"] * 3, ["cpu", "reference", "cpu"], ["cpu"] * 3]
+
+
+def test_a_call_like_an_earlier_one_is_not_planned_again(monkeypatch):
+    """Other values of q, k, v and of the sinks, as in training; but another mask is."""
+    from ringrt import calls
+
+    planned = []
+    plan = calls.plan
+    monkeypatch.setattr(calls, "plan", lambda *a, **b: planned.append(1) or plan(*a, **b))
+    q, k, v = random_qkv(30)
+
+    def on_rank(ring):
+        shards = [ring.shard(x) for x in (q, k, v)]
+        for step in range(3):
+            ring.attention(*(x + step for x in shards), sink=np.full(2, float(step)))
+        ring.attention(*shards, causal=True)
+        ring.attention(*shards)
+
+    ringrt.run_threads(on_rank, 1, timeout=TIMEOUT)
+    assert len(planned) == 3
+
+
 def test_two_rings_at_once_do_not_meet():
     """Two rings of two ranks, as in a world of four."""
     first, second = random_qkv(21, seed=1), random_qkv(34, seed=2)

@@ -17,9 +17,9 @@ from ringrt.transport import Transport
 Record = Mapping[str, Any]
 
 
-def agree(transport: Transport, record: Record, timeout: float) -> tuple[bytes, list[Record]]:
+def agree(transport: Transport, record: Record, timeout: float) -> list[Record]:
     """Exchange records; raise `RankMismatch` on every rank unless all fields agree. The field
-    `local` may differ. Returns the raw exchange (equal on all ranks) and every rank's record."""
+    `local` may differ. Returns every rank's record."""
     raw = gather(transport, json.dumps(record, sort_keys=True).encode(), timeout)
     records = [json.loads(item) for item in raw]
     _raise_if_failed(records)
@@ -27,7 +27,7 @@ def agree(transport: Transport, record: Record, timeout: float) -> tuple[bytes, 
         values = {rank: each.get(field, "(absent)") for rank, each in enumerate(records)}
         if any(value != values[0] for value in values.values()):
             raise RankMismatch(field, values)
-    return b"\n".join(raw), records
+    return records
 
 
 def gather(transport: Transport, payload: bytes, timeout: float) -> list[bytes]:

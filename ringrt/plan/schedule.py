@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ringrt.errors import ConfigError, PlanError
+from ringrt.errors import PlanError
 from ringrt.plan.needs import ShardNeeds, all_needs
 from ringrt.plan.partition import Partition, Runs
 from ringrt.plan.problem import Problem
 from ringrt.plan.rows import Rows
-from ringrt.plan.tiles import TileTable, lower
+from ringrt.plan.tiles import EMPTY, TileTable, lower
 
 #: The "slot" of the shard that a rank was given; visiting shards lie in slots 0 and 1.
 HOME = -1
-
-SCHEDULES = ("ring", "direct")
-TRAVELS = ("kv", "q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class Plan:
     shard from its owner. `travel` is what moves: "kv", or in backward possibly "q".
 
     Ranks are built when asked for, each by itself. `why` says how schedule and travel came
-    about."""
+    about. Made by `ringrt.plan.plan`."""
 
     problem: Problem
     partition: Partition
@@ -178,7 +175,7 @@ class _Builder:
 
     def _tiles(self, index: int, rows: Rows) -> TileTable:
         if index >= self.size:
-            return TileTable(lower(self.plan.problem.mask, (), ()).table)
+            return EMPTY
         other = self._owner(index)
         mask, here = self.plan.problem.mask, None if index == 0 else rows
         if self.plan.travel == "kv":
@@ -261,45 +258,3 @@ _FORWARD_FIELDS = ("index", "shard", "rows", "slot", "tiles", "send", "recv")
 
 def _hop(peer: int, shard: int, rows: Rows, slot: int) -> Hop | None:
     return Hop(peer, shard, rows, slot) if rows else None
-
-
-def plan(
-    problem: Problem,
-    partition: Partition,
-    size: int,
-    schedule: str = "auto",
-    *,
-    backward: bool = False,
-    travel: str = "auto",
-) -> Plan:
-    """The plan of a pass. `auto` takes the schedule (and in backward the travel) that moves the
-    fewest bytes, to 2%: among those it prefers K,V to Q and the ring, which talks to neighbours
-    only, to direct. Raises `ConfigError` for an unknown name or no ranks."""
-    if size < 1:
-        raise ConfigError("ranks", "at least 1", size)
-    schedules = _choices("schedule", schedule, SCHEDULES)
-    travels = _choices("travel", travel, TRAVELS) if backward else ["kv"]
-    options = [Plan(problem, partition, size, s, t) for t in travels for s in schedules]
-    if len(options) == 1:
-        return options[0]
-    from ringrt.plan.cost import traffic
-
-    bytes_of = [traffic(option, backward) for option in options]
-    enough = 1.02 * min(cost.bytes for cost in bytes_of)
-    best = next(i for i, cost in enumerate(bytes_of) if cost.bytes <= enough)
-    why = "; ".join(
-        f"{_name(option, backward)}: {cost.bytes:,} bytes in {cost.hops:,} hops"
-        for option, cost in zip(options, bytes_of, strict=True)
-    )
-    chosen = options[best]
-    return Plan(problem, partition, size, chosen.schedule, chosen.travel, why)
-
-
-def _choices(key: str, name: str, known: tuple[str, ...]) -> list[str]:
-    if name != "auto" and name not in known:
-        raise ConfigError(key, "auto or " + " or ".join(known), repr(name))
-    return list(known) if name == "auto" else [name]
-
-
-def _name(option: Plan, backward: bool) -> str:
-    return f"{option.schedule} moving {option.travel}" if backward else option.schedule

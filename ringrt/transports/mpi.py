@@ -165,6 +165,11 @@ class MpiTransport:
 
         return _poll_until(settled, timeout)
 
+    def finished(self, ticket: _MpiTicket) -> None:
+        """The ticket is complete: its buffers are the caller's again."""
+        if self._last_ticket is ticket:
+            self._last_ticket = None
+
     def poll(self) -> None:
         """Raise `PeerLost` if another rank has said that it failed; `TransportError` if this
         end is aborted or closed."""
@@ -242,6 +247,7 @@ class _MpiTicket:
                 f"rank {self._transport.rank} waited {timeout:g} s in ring step {self._step} to "
                 + "; ".join(open_verbs)
             )
+        self._transport.finished(self)
 
     def _test(self) -> bool:
         for index, request in enumerate(self._requests):
