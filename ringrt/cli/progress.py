@@ -39,4 +39,5 @@ class LiveProgress:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._tasks:
+            self._bar.stop()
