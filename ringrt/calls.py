@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ringrt.version import __version__
 #: A first call may compile kernels; ranks wait at least this long for one another there.
 _PREPARE_TIMEOUT = 120.0
 #: Agreed calls whose plans are kept.
-_KEPT = 32
+_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,8 @@ class Caller:
             except BackendUnavailable as error:
                 if not auto:
                     raise
+                # A backend that should run here does not: say so, since the next is slower.
+                warnings.warn(f"{error}; trying the next", RuntimeWarning, stacklevel=2)
                 refusals.append(str(error))
                 continue
             refusal = backend.supports(problem)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ringrt.errors import ConfigError, PeerLost, RankMismatch
 from ringrt.inputs import as_numpy, check_arrays, check_result
 from ringrt.plan import Partition, get_partition
-from ringrt.plan.mask_options import is_whole
+from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array, shard, unshard
 from ringrt.registry import registry
 from ringrt.ring import Ring

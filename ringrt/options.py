@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ringrt.errors import ConfigError, Unsupported
 from ringrt.inputs import Shapes, as_numpy
-from ringrt.plan.mask_options import MaskOptions, is_whole
+from ringrt.plan.mask import is_whole
+from ringrt.plan.mask_options import MaskOptions
 from ringrt.plan.partition import Array
 
 _MASKING = ("causal", "window", "documents", "prefix", "sink_tokens", "mask")
@@ -59,13 +62,18 @@ def _finite(name: str, value: Any) -> float | None:
     """A plain float, so that ranks which pass 1 and numpy.float32(1) agree."""
     if value is None:
         return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(name, "a number or None", repr(value)) from None
+    if not is_number(value):
+        raise ConfigError(name, "a number or None", repr(value))
+    number = float(value)
     if not math.isfinite(number):
         raise ConfigError(name, "a finite number", number)
     return number
+
+
+def is_number(value: Any) -> bool:
+    """A real number, NumPy's included; not a bool."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    return real and not isinstance(value, bool)
 
 
 def _sink(sink: Any, shapes: Shapes) -> Array | None:

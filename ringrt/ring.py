@@ -17,8 +17,10 @@ from ringrt.engine.forward import OnStep, forward
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError, RingrtError
 from ringrt.inputs import as_numpy, check_arrays, check_result, dtype_name
-from ringrt.options import CallOptions
+from ringrt.options import CallOptions, is_number
 from ringrt.plan import Mask, get_partition
+from ringrt.plan.choose import check_names
+from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array, shard, unshard
 from ringrt.registry import registry
 from ringrt.transport import Transport
@@ -48,6 +50,9 @@ class Ring:
         threads: int | None = None,
         travel: str = "auto",
     ) -> None:
+        check_names(schedule, travel)
+        if threads is not None and (not is_whole(threads) or threads < 1):
+            raise ConfigError("threads", "a whole number of at least 1, or None", repr(threads))
         timeout = _timeout(timeout)
         options = RingOptions(get_partition(partition), schedule, travel, timeout, threads)
         self._caller = Caller(transport, options, backend)
@@ -268,8 +273,9 @@ class Ring:
     def _sum_sinks(self, part: Array, sink: Array) -> Array:
         """The sum of all ranks' parts, in rank order, so that it is the same everywhere."""
         raw = gather(self._transport, part.astype(np.float64).tobytes(), self.timeout)
-        total = np.sum([np.frombuffer(each, np.float64) for each in raw], axis=0)
-        return np.asarray(total.astype(sink.dtype))
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = np.sum([np.frombuffer(each, np.float64) for each in raw], axis=0)
+            return np.asarray(total.astype(sink.dtype))
 
 
 class _AbortOnError:
@@ -294,6 +300,6 @@ def _array_with_axis(x: Any, axis: int) -> Array:
 
 
 def _timeout(value: Any) -> float:
-    if isinstance(value, int | float) and 0 < value < math.inf:
+    if is_number(value) and 0 < value < math.inf:
         return min(float(value), threading.TIMEOUT_MAX)
     raise ConfigError("timeout", "a number of seconds > 0", repr(value))

@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("sum goes home too soon", SCHEDULE, "onward = self.ring and before < self.needs[shard].last", "onward = self.ring and before < self.needs[shard].last - 1"),
     Mutant("carried sum forgotten", SCHEDULE, "if not self.ring or not 2 <= index < self.size:", "if not self.ring or not 3 <= index < self.size:"),
     Mutant("needs one row short", NEEDS, "return Rows.where(self.edges, self.needed[distance])", "return Rows.where(self.edges[:-1], self.needed[distance][:-1])"),
-    Mutant("nearest ranks forgotten", NEEDS, "self.needed[: distance + 1].any", "self.needed[:distance].any"),
+    Mutant("nearest ranks forgotten", NEEDS, "return Rows.where(self.edges, self._until[distance])", "return Rows.where(self.edges, self._until[distance - 1])"),
     Mutant("packed rows out of place", ROWS, "moved: IntArray = before[which] + index - starts[which]", "moved: IntArray = before[which] + index - starts[which] + (which > 0)"),
     Mutant("bytes of the sums miscounted", PLAN + "problem.py", "return row * ITEMSIZE[self.state_dtype]", "return row * ITEMSIZE[self.dtype]"),
     Mutant("values miscounted", PLAN + "problem.py", "row = self.batch * self.kv_heads * (self.head_dim + self.value_dim)\n        return row * ITEMSIZE[self.dtype]", "row = self.batch * self.kv_heads * 2 * self.head_dim\n        return row * ITEMSIZE[self.dtype]"),

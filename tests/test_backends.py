@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import oracle
 from ringrt.backend import BackendContext
+from ringrt.errors import KernelError
 from ringrt.plan import Mask, Piece, Problem, Run
 from ringrt.plan.tiles import TileTable, lower
 from ringrt.registry import registry
@@ -326,3 +330,34 @@ def test_gradients_of_what_a_row_does_not_see_never_reach_it(backend):
     result = run_backward(backend, dout, q, k, v, mask)
     assert_gradients([x[:, :40] for x in result], expected, "float64")
     assert np.isnan(result[0][:, 45:]).all()
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_closing_breaks_off_what_is_being_computed(pass_):
+    """From another thread, as on an interrupt: the call ends at once, and no worker goes on."""
+    made = registry().backend("cpu").load(BackendContext(2))
+    q, k, v = random_qkv(16_000, q_heads=1, head_dim=64)
+    mask, zeros = Mask.full(16_000, 16_000), np.zeros((1, 1, 16_000), np.float32)
+    problem = Problem(1, 1, 1, 64, 64, 16_000, 16_000, "float32", mask, 1.0)
+    tiles = lower(mask, (Run(0, 1, 16_000),), (Run(0, 1, 16_000),))
+    made.prepare(problem)
+    errors = []
+
+    def compute():
+        try:
+            if pass_ == "forward":
+                made.accumulate(made.begin(q, problem), k, v, tiles)
+            else:
+                grads = made.begin_backward(q, v, zeros, zeros, problem)
+                made.accumulate_backward(grads, k, v, np.zeros_like(k), np.zeros_like(v), tiles)
+        except KernelError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive(), "the work was over before it could be broken off"
+    made.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "was broken off while it was computing" in str(errors[0])

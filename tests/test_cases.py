@@ -76,7 +76,9 @@ def test_on_mpi(ranks):
 @pytest.mark.parametrize("backend", [*BACKENDS])
 def test_m2_causal_is_never_dropped(backend):
     q, k, v = random_qkv(16)
-    causal, full = (ringrt.attention(q, k, v, ranks=2, backend=backend, causal=c) for c in (1, 0))
+    causal, full = (
+        ringrt.attention(q, k, v, ranks=2, backend=backend, causal=c) for c in (True, False)
+    )
     assert not np.allclose(causal[0], full[0], atol=0.1)
     np.testing.assert_allclose(causal[0][:, -1], full[0][:, -1], atol=1e-6)
 

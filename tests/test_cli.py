@@ -97,13 +97,14 @@ def test_a_result_beyond_its_bound_exits_1(job):
 
 MISTAKES = [
     (["run", "none.yaml"], "none.yaml: expected a readable job file, got No such file"),
-    (["run", "JOB", "--set", "ring.partition=diagonal"], "partition: expected contiguous or"),
+    (["run", "JOB", "--set", "ring.partition=diagonal"], "ring.partition: expected contiguous or"),
     (
         ["run", "JOB", "--set", "ring.schedule=star"],
-        "schedule: expected auto or ring or direct, got 'star'",
+        "ring.schedule: expected auto or ring or direct, got 'star'",
     ),
+    (["run", "JOB", "--set", "ring.travel=zz"], "ring.travel: expected auto or kv or q, got 'zz'"),
     (["run", "JOB", "--set", "attention.dropout=0.1"], "attention.dropout: expected one of"),
-    (["run", "JOB", "--set", "ring.backend=abacus"], "backend: expected auto or cpu or null"),
+    (["run", "JOB", "--set", "ring.backend=abacus"], "ring.backend: expected auto or cpu or null"),
     (["run", "JOB", "--set", "output.path=x.bin"], "output.path: expected a name that ends in"),
     (["plan", "JOB", "--set", "input.length=-1"], "input.length: expected at least 0, got -1"),
     (["plan", "JOB", "--set", "input.length=1e30"], "input.length: expected a whole number"),
@@ -317,6 +318,9 @@ def test_plan_of_many_ranks_is_one_row_each():
     assert len([line for line in done.stdout.splitlines() if "of even" in line]) == 64
     done = ringrt_command("plan", QUICKSTART, "--ranks", "64", "--rank", "9", *forward)
     assert len([line for line in done.stdout.splitlines() if line.startswith("   9 ")]) == 64
+    done = ringrt_command("plan", QUICKSTART, "--ranks", "200", *forward)
+    assert len([line for line in done.stdout.splitlines() if "of even" in line]) == 64
+    assert "64 of 200 ranks; --rank shows the steps of one" in done.stdout
 
 
 def test_doctor_and_backends_say_what_works():

@@ -206,8 +206,19 @@ def test_files_are_read_by_rows(tmp_path, kind, dtype):
         runs = PARTITIONS["zigzag"].runs(x.shape[1], 3, 1)
         want = x[:, positions(runs)].astype(source.dtype)
         np.testing.assert_array_equal(source.read(name, runs), want)
-    report = run(loaded(tmp_path, input=spec, attention={"causal": True}, verify={"rows": "all"}))
+    job = loaded(
+        tmp_path,
+        input=spec,
+        attention={"causal": True, "window": [9, 0]},
+        passes=["forward", "backward"],
+        verify={"rows": "all"},
+    )
+    report = run(job)
     assert report.passed
+    for each in report.ranks:
+        for done in each.passes.values():
+            assert done.stats.bytes_sent == done.bytes_planned
+            assert done.stats.peak_kv_bytes == done.peak_planned
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from masks import mask_options, visible
 
+import oracle
+import ringrt
 from ringrt import Mask, Piece
-from ringrt.errors import ConfigError
+from ringrt.errors import ConfigError, PlanError
 from ringrt.plan.mask_options import MaskOptions
+from support import PARTITIONS as NAMES, assert_close, random_qkv
 
 
 def built(q_length, kv_length, **options):
@@ -66,6 +70,37 @@ def test_a_prefix_is_visible_to_all():
     assert seen[4].nonzero()[0].tolist() == [0, 1, 2, 3, 4]
 
 
+HUGE = [sys.maxsize, 1 << 62, 1 << 61, 1 << 70]
+
+
+@pytest.mark.parametrize("huge", HUGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_larger_than_any_length_are_no_bound(huge, name):
+    """And do not wrap around, in the mask or on the way to the tiles."""
+    same = [
+        ({"window": (huge, 0)}, {"window": (None, 0)}),
+        ({"window": (0, huge)}, {"window": (0, None)}),
+        ({"causal": True, "documents": [0, 10, 37], "prefix": huge}, {"documents": [0, 10, 37]}),
+        (
+            {"causal": True, "window": (2, 0), "documents": [0, 10, 37], "sink_tokens": huge},
+            {"causal": True, "documents": [0, 10, 37]},
+        ),
+        ({"mask": Mask([Piece(0, 37, 0, 37, -huge, huge)])}, {}),
+        ({"mask": Mask([Piece(0, 37, 0, 37, huge)])}, {"documents": []}),
+    ]
+    q, k, v = random_qkv(37)
+    for options, plain in same:
+        wanted = oracle.attention(q, k, v, visible(37, 37, **plain))
+        assert_close(ringrt.attention(q, k, v, ranks=3, partition=name, **options), wanted)
+
+
+def test_a_mask_is_seen_at_positions_in_any_order():
+    mask = Mask([Piece(0, 9, 0, 5, 0), Piece(3, 9, 5, 9, None, 2)])
+    at = np.random.default_rng(0).permutation(9)
+    whole = mask.visible(np.arange(9), np.arange(9))
+    np.testing.assert_array_equal(mask.visible(at, at[::-1]), whole[np.ix_(at, at[::-1])])
+
+
 def test_a_mask_of_ones_own_is_taken_as_it_is():
     mask = Mask([Piece(0, 4, 0, 4, min_distance=0), Piece(4, 6, 0, 2)])
     assert MaskOptions.of(mask=mask).build(6, 6) is mask
@@ -97,6 +132,13 @@ def test_a_mask_of_ones_own_is_taken_as_it_is():
             {"documents": ([0, 5], [0, 2, 4])},
             "documents: expected as many among queries as among keys, got 1 and 2",
         ),
+        (
+            {"documents": ((0, 4), (4, 9))},
+            "documents: expected a list of ranges, or arrays .* which may mean either",
+        ),
+        ({"documents": [0, 1 << 40]}, "documents: expected positions of at most 2147483648"),
+        ({"causal": "false"}, "causal: expected True or False, got 'false'"),
+        ({"causal": 1}, "causal: expected True or False, got 1"),
         ({"mask": 3}, "mask: expected a ringrt.Mask, got int"),
         ({"mask": Mask.full(10, 10), "causal": True}, "mask: expected no causal beside it"),
         (
@@ -141,3 +183,11 @@ def test_ten_thousand_pieces_are_checked_in_seconds():
     begin = time.perf_counter()
     mask.check(100_000, 100_000)
     assert time.perf_counter() - begin < 10
+
+
+@pytest.mark.parametrize(
+    "fields", [(0, 11.9, 0, 12), (0, 3, 0, 3, 0.7), (0, True, 0, 3), (0, 1 << 40, 0, 3)]
+)
+def test_a_piece_of_other_than_whole_numbers_is_refused(fields):
+    with pytest.raises(PlanError, match="must be"):
+        Piece(*fields)

@@ -53,6 +53,10 @@ def test_arrays(change, message):
     [
         ({"scale": float("inf")}, "scale: expected a finite number, got inf"),
         ({"scale": "big"}, "scale: expected a number or None, got 'big'"),
+        ({"softcap": "2"}, "softcap: expected a number or None, got '2'"),
+        ({"scale": True}, "scale: expected a number or None, got True"),
+        ({"partition": ["a"]}, "partition: expected contiguous"),
+        ({"timeout": True}, "timeout: expected a number of seconds > 0, got True"),
         ({"scale": float("nan")}, "scale: expected a finite number, got nan"),
         ({"softcap": float("nan")}, "softcap: expected a finite number, got nan"),
         ({"length": 12.0}, "length: expected a whole number, or"),
@@ -90,6 +94,20 @@ def test_numpy_integers_are_whole_numbers():
 def test_a_masked_array_is_refused_since_its_mask_would_be_ignored():
     with pytest.raises(HandoffError, match="q: a masked array"):
         call({"q": np.ma.masked_array(Q, Q > 0)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"travel": "zz"}, "travel: expected auto or kv or q, got 'zz'"),
+        ({"schedule": "zz"}, "schedule: expected auto or ring or direct, got 'zz'"),
+        ({"threads": 0}, "threads: expected a whole number of at least 1, or None, got 0"),
+        ({"threads": "x"}, "threads: expected a whole number"),
+    ],
+)
+def test_options_of_a_ring_are_checked_when_it_is_made(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ringrt.run_threads(lambda ring: None, 2, **options)
 
 
 def test_a_closed_ring_says_so():
@@ -140,7 +158,8 @@ def test_auto_passes_over_a_backend_that_cannot_be_loaded(monkeypatch):
         raise ImportError("Numba needs NumPy 2.2 or less")
 
     monkeypatch.setattr(ringrt_backends.cpu, "CpuBackend", fail)
-    assert call()[0].shape == (1, 12, 4, 8)
+    with pytest.warns(RuntimeWarning, match="Numba needs NumPy 2.2 or less; trying the next"):
+        assert call()[0].shape == (1, 12, 4, 8)
     with pytest.raises(BackendUnavailable, match="backend cpu: ImportError: Numba needs NumPy"):
         call(backend="cpu")
 

@@ -19,7 +19,7 @@ from ringrt.plan.cost import (
     traffic,
 )
 from ringrt.plan.mask_options import MaskOptions
-from ringrt.plan.needs import all_needs
+from ringrt.plan.needs import _all_needs
 from ringrt.plan.partition import positions
 from ringrt.plan.rows import Rows
 from support import PARTITIONS as NAMES
@@ -192,6 +192,9 @@ def test_counted_steps_equal_what_the_needs_say(planned, backward):
     whole = traffic(planned, backward)
     assert sum(cost.bytes_sent for cost in costs) == whole.bytes
     assert sum(cost.bytes_received for cost in costs) == whole.bytes
+    kinds = ("send", "grad_send") if backward else ("send",)
+    made = [hops_of(planned, r, kind, backward) for r in range(planned.size) for kind in kinds]
+    assert sum(map(len, made)) == whole.hops
     every = np.arange(planned.problem.q_length), np.arange(planned.problem.kv_length)
     assert sum(cost.visible_pairs for cost in costs) == planned.problem.mask.visible(*every).sum()
 
@@ -270,7 +273,7 @@ def test_ten_thousand_documents_plan_in_seconds(name):
     documents = np.concatenate(([0], np.sort(cuts), [length]))
     seconds = []
     for _ in range(2):
-        all_needs.cache_clear()
+        _all_needs.cache_clear()
         begin = time.perf_counter()
         mask = MaskOptions.of(causal=True, documents=documents).build
         planned = plan(problem(length, mask=mask), PARTITIONS[name], 64)
@@ -312,7 +315,7 @@ def test_1024_ranks_build_quickly(name):
         return time.perf_counter() - begin
 
     def first(rank):
-        all_needs.cache_clear()
+        _all_needs.cache_clear()
         return seconds(rank)
 
     assert min(first(rank) for rank in (0, 511, 1023)) < 2.0

@@ -8,8 +8,9 @@ query heads. fp16 and bf16 are widened as they are unpacked.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,9 @@ from ringrt_backends.cpu_kernel import BLOCK, absorb, absorb_backward, compile_f
 #: Query rows of a task, and keys that it unpacks at a time: K and V of one chunk stay in the
 #: second-level cache while the rows pass over them.
 _ROWS, _KEYS = 128, 512
+
+#: Takes what raises if the work is to be broken off.
+Task = Callable[[Callable[[], None]], None]
 
 #: "No bound" for the kernels: any band index is smaller.
 _FAR = 1 << 31
@@ -144,26 +148,31 @@ class CpuBackend:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, tasks: list[Callable[[], None]]) -> None:
-        """All tasks, on the workers. If one fails or the caller is interrupted, the rest are
-        dropped: nothing goes on in the background."""
+    def _run(self, tasks: list[Task]) -> None:
+        """All tasks, on the workers. If one fails or the caller is interrupted, the others are
+        broken off and waited for: nothing goes on in the background."""
+        broken = threading.Event()
+        text = "backend cpu was broken off while it was computing"
+
+        def check() -> None:
+            if self._stopped or broken.is_set():
+                raise KernelError(text)
+
         if self._pool is None:
             for task in tasks:
-                self._run_one(task)
+                task(check)
             return
-        futures = [self._pool.submit(self._run_one, task) for task in tasks]
+        futures = [self._pool.submit(task, check) for task in tasks]
         try:
             for future in futures:
                 future.result()
         except BaseException:
-            for future in futures:
-                future.cancel()
+            broken.set()
+            # One that `close` has cancelled is never reported as done, so it is not waited for.
+            wait([future for future in futures if not future.cancel() and not future.cancelled()])
+            if self._stopped:
+                raise KernelError(text) from None
             raise
-
-    def _run_one(self, task: Callable[[], None]) -> None:
-        if self._stopped:
-            raise KernelError("backend cpu was closed while it was computing")
-        task()
 
 
 def _heads(problem: Problem) -> list[tuple[int, int]]:
@@ -171,13 +180,21 @@ def _heads(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _absorb(
-    state: CpuState, k: Array, v: Array, batch: int, kv_head: int, tiles: TileTable
+    state: CpuState,
+    k: Array,
+    v: Array,
+    batch: int,
+    kv_head: int,
+    tiles: TileTable,
+    check: Callable[[], None],
 ) -> None:
-    """One forward task: the tiles of some rows, for the query heads of one KV head."""
+    """One forward task: the tiles of some rows, for the query heads of one KV head. `check`
+    raises if the work is to be broken off."""
     problem, softmax = state.problem, state.softmax
     for tile in tiles:
         rows = slice(tile.q0, tile.q1)
         for cut, bounds in _chunks(tile):
+            check()
             panels = _panels(_unpack(k[batch, cut, kv_head], problem.state_dtype))
             values = _unpack(v[batch, cut, kv_head], problem.state_dtype)
             for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
@@ -203,12 +220,20 @@ def _absorb_backward(
     batch: int,
     kv_head: int,
     tiles: TileTable,
+    check: Callable[[], None],
 ) -> None:
-    """One backward task: all tiles, for the query heads of one KV head."""
+    """One backward task: all tiles, for the query heads of one KV head. `check` raises if the
+    work is to be broken off."""
     problem = grads.problem
     for tile in tiles:
-        rows = slice(tile.q0, tile.q1)
-        for cut, bounds in _chunks(tile):
+        for cut, (low, high) in _chunks(tile):
+            check()
+            # Rows that see any key of the chunk: i >= low and i < keys + high.
+            first = max(0, low)
+            last = min(tile.q1 - tile.q0, cut.stop - cut.start + high)
+            if first >= last:
+                continue
+            rows = slice(tile.q0 + first, tile.q0 + last)
             keys = _unpack(k[batch, cut, kv_head], problem.state_dtype)
             values = _unpack(v[batch, cut, kv_head], problem.state_dtype)
             panels = _panels(keys), _panels(values)
@@ -224,12 +249,14 @@ def _absorb_backward(
                     values,
                     *panels,
                     *sums,
-                    *bounds,
+                    low - first,
+                    high - first,
                     problem.scale,
                     problem.softcap or 0.0,
                 )
-            dk[batch, cut, kv_head] += sums[0]
-            dv[batch, cut, kv_head] += sums[1]
+            with np.errstate(invalid="ignore", over="ignore"):
+                dk[batch, cut, kv_head] += sums[0]
+                dv[batch, cut, kv_head] += sums[1]
 
 
 def _chunks(tile: Tile) -> list[tuple[slice, tuple[int, int]]]:
@@ -243,7 +270,7 @@ def _chunks(tile: Tile) -> list[tuple[slice, tuple[int, int]]]:
 
 
 def _heads_first(x: Array, dtype: str) -> Array:
-    """`[batch, rows, heads, dim]` as a new contiguous `[batch, heads, rows, dim]`."""
+    """`[batch, rows, heads, dim]` as a contiguous `[batch, heads, rows, dim]`."""
     return np.require(_widen(x, dtype).transpose(0, 2, 1, 3), requirements=("C", "W"))
 
 

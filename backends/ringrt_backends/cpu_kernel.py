@@ -84,7 +84,8 @@ def absorb_backward(  # type: ignore[no-untyped-def]
     key_sums, value_sums = np.empty(k.shape[1], np.float64), np.empty(v.shape[1], np.float64)
     for row_begin in range(0, rows, BLOCK):
         height = min(BLOCK, rows - row_begin)
-        for begin in range(0, keys, BLOCK):
+        first_key, last_key = max(0, row_begin - upper), min(keys, row_begin + height - lower)
+        for begin in range(first_key // BLOCK * BLOCK, last_key, BLOCK):
             width = min(BLOCK, keys - begin)
             for i in range(height):
                 at = row_begin + i

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ringrt.cli.doctor import Check
     from ringrt.jobs.run import JobReport
 
-#: More ranks than this are summed up instead of shown step by step.
-_SHOWN_RANKS = 8
+#: More ranks than this are summed up instead of shown step by step; of many, some.
+_SHOWN_RANKS, _SUMMED_RANKS = 8, 64
 
 
 def print_report(report: JobReport) -> None:
@@ -101,6 +101,8 @@ def print_plan(name: str, plan: Plan, rank: int | None) -> None:
         console.print(_steps_table(name, plan, range(plan.size) if rank is None else [rank]))
     else:
         console.print(_ranks_table(name, plan))
+        if plan.size > _SUMMED_RANKS:
+            console.print(f"{_SUMMED_RANKS} of {plan.size} ranks; --rank shows the steps of one")
 
 
 def _steps_table(name: str, plan: Plan, ranks: Iterable[int]) -> Table:
@@ -133,14 +135,16 @@ def _steps_table(name: str, plan: Plan, ranks: Iterable[int]) -> Table:
 
 def _ranks_table(name: str, plan: Plan) -> Table:
     table = _table("rank", "tokens", "steps", "work", "KV sent", "KV received", "peak KV")
-    counts = [count_steps(plan, rank, name == "backward") for rank in range(plan.size)]
+    ranks = sorted({i * plan.size // _SUMMED_RANKS for i in range(_SUMMED_RANKS)})
+    ranks = ranks if plan.size > _SUMMED_RANKS else list(range(plan.size))
+    counts = [count_steps(plan, rank, name == "backward") for rank in ranks]
     total = sum(each.visible_pairs for each in counts)
-    for rank, each in enumerate(counts):
+    for rank, each in zip(ranks, counts, strict=True):
         table.add_row(
             str(rank),
             f"{plan.partition.count(plan.problem.q_length, plan.size, rank):,}",
             str(each.steps),
-            f"{each.visible_pairs * plan.size / total:.3f} of even" if total else "-",
+            f"{each.visible_pairs * len(ranks) / total:.3f} of even" if total else "-",
             _size(each.bytes_sent),
             _size(each.bytes_received),
             _size(each.peak_kv_bytes),

@@ -85,10 +85,9 @@ def backward(
             parts = _Paced(step, transport, stats, ticket.progress)
             part = side.compute(exchange.present(step), parts, at_home=step.index == 0)
         exchange.wait(ticket, timeout)
-        leaving = _add_up(step, part, carried, side.sums)
-        if step.home:
-            for total, more in zip(side.sums, arriving, strict=True):
-                total[:, step.home.rows.within(Rows.all(total.shape[1]))] += more
+        with np.errstate(invalid="ignore", over="ignore"):
+            leaving = _add_up(step, part, carried, side.sums)
+            _add_arrived(step, arriving, side.sums)
         stats.steps += 1
         if on_step:
             on_step(done, len(steps))
@@ -98,6 +97,14 @@ def backward(
     with np.errstate(over="ignore"):
         dtype = tensors.q.dtype
         return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+
+
+def _add_arrived(step: Step, arrived: Arrays, sums: Arrays) -> None:
+    """Add what came home to this rank's own sums."""
+    if step.home is None:
+        return
+    for total, more in zip(sums, arrived, strict=True):
+        total[:, step.home.rows.within(Rows.all(total.shape[1]))] += more
 
 
 def _add_up(step: Step, part: Arrays, carried: Arrays, like: Arrays) -> Arrays:
@@ -199,7 +206,8 @@ class _QTravels:
         with paced.timed():
             dq = self._backend.finish_backward(grads)
         if at_home:
-            self.sums[0][...] += dq
+            with np.errstate(invalid="ignore"):
+                self.sums[0][...] += dq
         return (dq,)
 
     def finish(self) -> tuple[Array, Array, Array]:

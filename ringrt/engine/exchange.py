@@ -45,7 +45,7 @@ class Exchange:
         sums: Arrays = (),
     ) -> None:
         rows = Rows.all(home[0].shape[axes[0]])
-        if any(s.send and s.send.slot == HOME and s.send.rows == rows for s in steps):
+        if any(step.send and step.send.slot == HOME for step in steps):
             home = tuple(np.ascontiguousarray(x) for x in home)
         self._home, self._home_rows, self._axes, self._sums = home, rows, axes, sums
         self._transport, self._stats = transport, stats
@@ -90,7 +90,7 @@ class Exchange:
             for x, axis in zip(source, self._axes, strict=True)
         )
         pairs = zip(packed, source, strict=True)
-        extra = sum(new.nbytes for new, old in pairs if not np.shares_memory(new, old))
+        extra = sum(new.nbytes for new, old in pairs if not np.may_share_memory(new, old))
         self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held + extra)
         return packed
 

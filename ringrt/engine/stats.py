@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class PassStats:
     """Counts and seconds of one pass on one rank.
 
-    `peak_kv_bytes` is what the K,V buffers that were really made hold: the home shard and the
-    slots. `seconds` is the pass from its first ring step to its result, of which `compute_s`
-    was spent in the backend and `wait_s` waiting for peers after the compute of a step.
+    `peak_kv_bytes` is what the buffers of travelling tensors hold that were really made: the
+    home shard, the slots, and what had to be packed to be sent. `seconds` is the pass from its
+    first step to its result, of which `compute_s` was spent in the backend and `wait_s` waiting
+    for peers after the compute of a step.
     """
 
     rank: int

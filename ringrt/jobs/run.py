@@ -21,10 +21,12 @@ from ringrt.jobs.sources import Source, open_source
 from ringrt.jobs.verify import Results, Sample, Verdict, combine, verify
 from ringrt.launch import run_threads
 from ringrt.plan import Plan, Problem, get_partition, plan
+from ringrt.plan.choose import check_names
 from ringrt.plan.cost import count_steps
 from ringrt.plan.mask_options import MaskOptions
 from ringrt.plan.partition import Array, Runs, positions
 from ringrt.plan.problem import default_scale
+from ringrt.registry import registry
 from ringrt.ring import Ring
 
 _MASKING = ("causal", "window", "documents", "prefix", "sink_tokens")
@@ -112,7 +114,15 @@ def plan_of(loaded: LoadedJob, size: int, backward: bool = False) -> Plan:
 
 def check_job(loaded: LoadedJob, size: int) -> None:
     """`ConfigError` for whatever can be found wrong before any rank starts."""
-    plan_of(loaded, size)
+    try:
+        check_names(loaded.job.ring.schedule, loaded.job.ring.travel)
+        if loaded.job.ring.backend != "auto":
+            registry().backend(loaded.job.ring.backend)
+        plan_of(loaded, size)
+    except ConfigError as error:
+        if error.key in ("partition", "schedule", "travel", "backend"):
+            raise ConfigError(f"ring.{error.key}", error.expected, error.got) from None
+        raise
     job, folder = loaded.job, loaded.folder
     if job.output is not None:
         inputs = folder / job.input.path if job.input.source == "file" else None

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, ValidationError
 
-from ringrt.plan.problem import MAX_LENGTH
+from ringrt.plan.mask import MAX_LENGTH
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 

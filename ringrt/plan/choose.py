@@ -25,8 +25,9 @@ def plan(
     travel: str = "auto",
 ) -> Plan:
     """The plan of a pass. `auto` takes the schedule (and in backward the travel) that moves the
-    fewest bytes, to 2%: among those it prefers K,V to Q and the ring, which talks to neighbours
-    only, to direct. Raises `ConfigError` for an unknown name or no ranks."""
+    fewest bytes, to 2%; among those the fewest hops; among those K,V rather than Q, and the ring,
+    which talks to neighbours only, rather than direct. Raises `ConfigError` for an unknown name
+    or no ranks."""
     if size < 1:
         raise ConfigError("ranks", "at least 1", size)
     schedules = _choices("schedule", schedule, SCHEDULES)
@@ -36,13 +37,20 @@ def plan(
         return options[0]
     bytes_of = [traffic(option, backward) for option in options]
     enough = _TOLERANCE * min(cost.bytes for cost in bytes_of)
-    best = next(i for i, cost in enumerate(bytes_of) if cost.bytes <= enough)
+    near = [i for i, cost in enumerate(bytes_of) if cost.bytes <= enough]
+    best = min(near, key=lambda i: bytes_of[i].hops)
     why = "; ".join(
         f"{_name(option, backward)}: {cost.bytes:,} bytes in {cost.hops:,} hops"
         for option, cost in zip(options, bytes_of, strict=True)
     )
     chosen = options[best]
     return Plan(problem, partition, size, chosen.schedule, chosen.travel, why)
+
+
+def check_names(schedule: str, travel: str) -> None:
+    """`ConfigError` for a schedule or travel that there is not."""
+    _choices("schedule", schedule, SCHEDULES)
+    _choices("travel", travel, TRAVELS)
 
 
 def _choices(key: str, name: str, known: tuple[str, ...]) -> list[str]:

@@ -23,6 +23,9 @@ IntArray = npt.NDArray[np.int64]
 #: the end of int64 that adding or subtracting positions cannot overflow.
 UNBOUNDED = 1 << 61
 
+#: Longest sequence: the number of its (query, key) pairs must fit in an int64.
+MAX_LENGTH = 1 << 31
+
 #: Pieces compared with the others at a time, when overlaps are looked for.
 _CHECKED = 512
 
@@ -40,8 +43,14 @@ class Piece:
     max_distance: int | None = None
 
     def __post_init__(self) -> None:
+        ranges = (self.q_start, self.q_stop, self.k_start, self.k_stop)
+        bounds = (b for b in (self.min_distance, self.max_distance) if b is not None)
+        if not all(map(is_whole, (*ranges, *bounds))):
+            raise PlanError(f"{self}: ranges and bounds must be whole numbers, or bounds None")
         if not 0 <= self.q_start <= self.q_stop or not 0 <= self.k_start <= self.k_stop:
             raise PlanError(f"{self}: ranges must satisfy 0 <= start <= stop")
+        if max(ranges) > MAX_LENGTH:
+            raise PlanError(f"{self}: positions must be at most {MAX_LENGTH}")
 
 
 class Mask:
@@ -101,12 +110,20 @@ class Mask:
         """The mask's definition, pair by pair: bool `[len(q_index), len(k_index)]`.
 
         For checking and drawing; the runtime itself lowers pieces to tiles instead."""
-        i, j = q_index[:, None], k_index[None, :]
-        seen = np.zeros((len(q_index), len(k_index)), dtype=np.bool_)
-        for q_start, q_stop, k_start, k_stop, low, high in self.table:
-            inside = (q_start <= i) & (i < q_stop) & (k_start <= j) & (j < k_stop)
-            seen |= inside & (low <= i - j) & (i - j <= high)
-        return seen
+        q_order, k_order = np.argsort(q_index), np.argsort(k_index)
+        i, j = q_index[q_order], k_index[k_order]
+        rows = np.searchsorted(i, self.table[:, 0:2])
+        keys = np.searchsorted(j, self.table[:, 2:4])
+        met = (rows[:, 0] < rows[:, 1]) & (keys[:, 0] < keys[:, 1])
+        seen = np.zeros((len(i), len(j)), dtype=np.bool_)
+        for (q0, q1), (k0, k1), (low, high) in zip(
+            rows[met], keys[met], self.table[met, 4:6], strict=True
+        ):
+            apart = i[q0:q1, None] - j[None, k0:k1]
+            seen[q0:q1, k0:k1] |= (low <= apart) & (apart <= high)
+        turned = np.empty_like(seen)
+        turned[np.ix_(q_order, k_order)] = seen
+        return turned
 
     @property
     def digest(self) -> str:
@@ -144,7 +161,17 @@ def _first_overlap(table: IntArray, begin: int, end: int) -> tuple[int, int] | N
 
 def _row(piece: Piece) -> tuple[int, ...]:
     *box, low, high = astuple(piece)
-    return (*box, -UNBOUNDED if low is None else low, UNBOUNDED if high is None else high)
+    return (*box, _bound(low, -UNBOUNDED), _bound(high, UNBOUNDED))
+
+
+def _bound(bound: int | None, absent: int) -> int:
+    """A bound that no distance reaches is as good as the next such, and cannot overflow."""
+    return absent if bound is None else max(-2 * MAX_LENGTH, min(2 * MAX_LENGTH, int(bound)))
+
+
+def is_whole(value: Any) -> bool:
+    """An integer, NumPy's included; not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _piece(q_start: int, q_stop: int, k_start: int, k_stop: int, low: int, high: int) -> Piece:

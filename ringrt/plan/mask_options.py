@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ringrt.errors import ConfigError
-from ringrt.plan.mask import UNBOUNDED, IntArray, Mask
+from ringrt.plan.mask import MAX_LENGTH, UNBOUNDED, IntArray, Mask, is_whole
 
 Window = tuple[int | None, int | None]
 
@@ -54,13 +54,19 @@ class MaskOptions:
         mask: Mask | None = None,
     ) -> MaskOptions:
         """From a user's arguments. Raises `ConfigError`."""
-        given = {"causal": causal, "window": window, "documents": documents,
-                 "prefix": prefix, "sink_tokens": sink_tokens}  # fmt: skip
+        if not isinstance(causal, bool | np.bool_):
+            raise ConfigError("causal", "True or False", repr(causal))
+        given = {
+            "causal": bool(causal) or None,
+            "window": window,
+            "documents": documents,
+            "prefix": _count("prefix", prefix) or None,
+            "sink_tokens": _count("sink_tokens", sink_tokens) or None,
+        }
         if mask is not None:
             if not isinstance(mask, Mask):
                 raise ConfigError("mask", "a ringrt.Mask", type(mask).__name__)
-            also = [name for name, value in given.items() if value is not None and value is not
-                    False and not (isinstance(value, int) and value == 0)]  # fmt: skip
+            also = [name for name, value in given.items() if value is not None]
             if also:
                 raise ConfigError("mask", f"no {' and no '.join(also)} beside it", "both")
         return cls(
@@ -126,24 +132,22 @@ def _window(window: Sequence[int | None]) -> Window:
     for side in (left, right):
         if side is not None and (not is_whole(side) or side < -1):
             raise ConfigError("window", expected, repr(window))
-        sides.append(None if side is None or side == -1 else int(side))
+        sides.append(None if side is None or side == -1 else min(int(side), MAX_LENGTH))
     return sides[0], sides[1]
 
 
 def _count(name: str, value: Any) -> int:
     if not is_whole(value) or value < 0:
         raise ConfigError(name, "a whole number >= 0", repr(value))
-    return int(value)
-
-
-def is_whole(value: Any) -> bool:
-    """An integer, NumPy's included; not a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return min(int(value), MAX_LENGTH)
 
 
 def _documents(documents: Any) -> tuple[IntArray, IntArray]:
     """A pair is a tuple of two arrays; anything else is one array for queries and keys."""
     if isinstance(documents, tuple) and len(documents) == 2 and np.ndim(documents[0]) > 0:
+        if all(np.shape(side) == (2,) for side in documents) and documents[1][0] != 0:
+            expected = "a list of ranges, or arrays (queries, keys) of cu_seqlens that begin at 0"
+            raise ConfigError("documents", expected, f"{documents}, which may mean either")
         queries, keys = (_ranges(side) for side in documents)
         if len(queries) != len(keys):
             got = f"{len(queries)} and {len(keys)}"
@@ -164,6 +168,8 @@ def _ranges(documents: Any) -> IntArray:
         return np.empty((0, 2), np.int64)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise ConfigError("documents", expected, f"{array.dtype} of shape {array.shape}")
+    if (array > MAX_LENGTH).any():
+        raise ConfigError("documents", f"positions of at most {MAX_LENGTH}", array.max())
     array = array.astype(np.int64)
     if array.ndim == 1:
         array = np.stack((array[:-1], array[1:]), axis=1)

@@ -7,8 +7,9 @@ their distance in ring order: distance d from shard b is rank (b + d) mod p.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ringrt.plan.rows import Rows
 from ringrt.plan.tiles import lower, needed_ranges, run_table
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ShardNeeds:
     """Of one shard: `needed[d, i]` says whether the rank at distance d needs the rows
     [edges[i], edges[i + 1]). Distance 0, the shard's own rank, moves nothing and needs none.
@@ -34,13 +35,21 @@ class ShardNeeds:
 
     def beyond(self, distance: int) -> Rows:
         """Rows that some rank at this distance or further needs."""
-        return Rows.where(self.edges, np.asarray(self.needed[distance:].any(axis=0)))
+        return Rows.where(self.edges, self._beyond[distance])
 
     def until(self, distance: int) -> Rows:
         """Rows that some rank at this distance or nearer needs."""
-        return Rows.where(self.edges, np.asarray(self.needed[: distance + 1].any(axis=0)))
+        return Rows.where(self.edges, self._until[distance])
 
-    @property
+    @cached_property
+    def _beyond(self) -> npt.NDArray[np.bool_]:
+        return np.logical_or.accumulate(self.needed[::-1])[::-1]
+
+    @cached_property
+    def _until(self) -> npt.NDArray[np.bool_]:
+        return np.logical_or.accumulate(self.needed)
+
+    @cached_property
     def last(self) -> int:
         """The largest distance at which anything is needed; 0 if nowhere."""
         return int(np.flatnonzero(self.needed.any(axis=1))[-1]) if self.needed.any() else 0
@@ -48,10 +57,7 @@ class ShardNeeds:
     def moved(self, schedule: str) -> tuple[int, int]:
         """Rows and hops that it takes to bring every rank what it needs."""
         width = np.diff(self.edges)
-        carried = self.needed
-        if schedule == "ring":
-            carried = np.logical_or.accumulate(self.needed[::-1])[::-1]
-        moves = carried[1:]
+        moves = (self._beyond if schedule == "ring" else self.needed)[1:]
         return int((moves * width).sum()), int(moves.any(axis=1).sum())
 
     def returned(self, schedule: str) -> tuple[int, int]:
@@ -59,15 +65,26 @@ class ShardNeeds:
         the sum so far is handed on, and the last rank sends it home."""
         if schedule == "direct":
             return self.moved("direct")
-        carried = np.logical_or.accumulate(self.needed)[1 : self.last + 1]
-        return int((carried * np.diff(self.edges)).sum()), len(carried)
+        carried = self._until[1 : self.last + 1]
+        return int((carried * np.diff(self.edges)).sum()), int(carried.any(axis=1).sum())
 
 
-@lru_cache(maxsize=64)
+#: Thread ranks ask for the same needs at the same time; the first works them out for all.
+_lock = threading.Lock()
+
+
 def all_needs(
     mask: Mask, partition: Partition, q_length: int, kv_length: int, size: int, travel: str
 ) -> tuple[ShardNeeds, ...]:
-    """The needs of every shard that travels, in rank order. Kept, for thread ranks share it."""
+    """The needs of every shard that travels, in rank order. The last few are kept."""
+    with _lock:
+        return _all_needs(mask, partition, q_length, kv_length, size, travel)
+
+
+@lru_cache(maxsize=6)
+def _all_needs(
+    mask: Mask, partition: Partition, q_length: int, kv_length: int, size: int, travel: str
+) -> tuple[ShardNeeds, ...]:
     q_shards = [partition.runs(q_length, size, rank) for rank in range(size)]
     k_shards = [partition.runs(kv_length, size, rank) for rank in range(size)]
     travellers, hosts = (k_shards, q_shards) if travel == "kv" else (q_shards, k_shards)

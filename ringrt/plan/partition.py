@@ -84,7 +84,7 @@ PARTITIONS = {partition.name: partition for partition in (CONTIGUOUS, STRIPED, Z
 
 def get_partition(name: str) -> Partition:
     """The partition of that name; `ConfigError` if there is none."""
-    if name not in PARTITIONS:
+    if not isinstance(name, str) or name not in PARTITIONS:
         raise ConfigError("partition", " or ".join(PARTITIONS), repr(name))
     return PARTITIONS[name]
 

@@ -6,14 +6,10 @@ import math
 from dataclasses import dataclass
 
 from ringrt.errors import ConfigError
-from ringrt.plan.mask import Mask
+from ringrt.plan.mask import MAX_LENGTH, Mask
 
 #: Bytes an element, by the name of the dtype.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
-
-#: Longest sequence: the number of its (query, key) pairs must fit in an int64.
-MAX_LENGTH = 1 << 31
 
 
 def default_scale(head_dim: int) -> float:

@@ -88,6 +88,7 @@ class MpiTransport:
     def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
         """A message to every other rank and one from each, so that a missing rank can be
         named. Payloads may differ in size."""
+        self.poll()
         tag = _ROUND + self._round % _ROUNDS
         self._round += 1
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -173,7 +174,8 @@ class MpiTransport:
     def poll(self) -> None:
         """Raise `PeerLost` if another rank has said that it failed; `TransportError` if this
         end is aborted or closed."""
-        self._read_notices()
+        if self._failure is None:
+            self._read_notices()
         if self._failure is not None:
             raise self._failure
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
+
 import ringrt
 from support import random_qkv
 
@@ -16,3 +18,5 @@ with ringrt.Ring.from_mpi(timeout=20, backend="reference") as ring:
     if ring.rank == 0:
         time.sleep(5)
         print("rank 0 saved")
+with pytest.raises(ringrt.TransportError, match="is closed"):
+    ring.transport.barrier(1)
