@@ -169,7 +169,7 @@ class CpuBackend:
         except BaseException:
             broken.set()
             # One that `close` has cancelled is never reported as done, so it is not waited for.
-            wait([future for future in futures if not future.cancel() and not future.cancelled()])
+            wait([future for future in futures if not future.cancel()])
             if self._stopped:
                 raise KernelError(text) from None
             raise

@@ -173,7 +173,10 @@ def needed_ranges(pieces: IntArray, q: RunTable, k: RunTable, travel: str) -> In
 def _boxes(pieces: IntArray, q: RunTable, k: RunTable) -> tuple[IntArray, ...]:
     """q0, q1, k0, k1, lower, upper of every piece, query run and key run, broadcastable to
     `[pieces, q runs, k runs]`; ranges index the runs and may be empty."""
+    # Of many pieces most meet neither side, or not the one of few runs: cheap to find out first.
     pieces = pieces[_near(pieces[:, 0], pieces[:, 1], q) & _near(pieces[:, 2], pieces[:, 3], k)]
+    few, column = (q, 0) if len(q.start) <= len(k.start) else (k, 2)
+    pieces = pieces[_meets(pieces[:, column], pieces[:, column + 1], few)]
     stride = q.stride
     q_start, q_stop, k_start, k_stop, low, high = pieces.T[:, :, None, None]
     q_first, k_first = q.start[None, :, None], k.start[None, None, :]
@@ -234,6 +237,13 @@ def _near(start: IntArray, stop: IntArray, runs: RunTable) -> npt.NDArray[np.boo
         first, last = first.min(keepdims=True), last.max(keepdims=True)
     met = (stop[:, None] > first) & (start[:, None] <= last)
     return np.asarray(met.any(axis=1))
+
+
+def _meets(start: IntArray, stop: IntArray, runs: RunTable) -> npt.NDArray[np.bool_]:
+    """Which ranges of positions hold a token of any of the runs."""
+    ranges = (runs.start, runs.count, runs.stride, start[:, None], stop[:, None])
+    begin, end = _local_range(*ranges)
+    return np.asarray((begin < end).any(axis=1))
 
 
 def _local_range(
