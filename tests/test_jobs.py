@@ -82,7 +82,15 @@ def test_a_wrong_result_fails_verification_and_replaces_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": [9, 2], "softcap": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": [9, 2], "softcap": 2.0},
+        {"documents": [3, 90, 280], "sink": [0.5, 2.0, 0.0, -1.0]},
+    ],
+)
 def test_backward_verifies_itself(tmp_path, name, options):
     job = loaded(
         tmp_path,
@@ -93,11 +101,23 @@ def test_backward_verifies_itself(tmp_path, name, options):
     )
     report = run(job)
     assert report.passed
-    assert set(report.ranks[0].verdict.figures) == {"out", "lse", "dq", "dk", "dv"}
+    sums = {"dsink"} if "sink" in options else set()
+    assert set(report.ranks[0].verdict.figures) == {"out", "lse", "dq", "dk", "dv"} | sums
     for each in report.ranks:
         for done in each.passes.values():
             assert done.stats.bytes_sent == done.bytes_planned
             assert done.stats.peak_kv_bytes == done.peak_planned
+
+
+def test_a_wrong_sink_gradient_fails_verification(tmp_path, monkeypatch):
+    from ringrt import ring
+
+    right = ring.sink_gradient
+    monkeypatch.setattr(ring, "sink_gradient", lambda *a: 1.001 * right(*a))
+    sections = {"attention": {"sink": [0.5, 2.0, 0.0, -1.0]}, "passes": ["forward", "backward"]}
+    report = run(loaded(tmp_path, **sections))
+    wrong = [name for name, f in report.verdict.figures.items() if not f.excess <= f.bound]
+    assert wrong == ["dsink"]
 
 
 def test_a_job_does_not_replace_its_own_input(tmp_path):
@@ -144,7 +164,7 @@ def test_the_verifier_passes_the_right_and_fails_the_slightly_wrong(tmp_path, dt
         if name:
             given[name][element] = np.float64(given[name][element]) + by
         results = Results(
-            given["out"], given["lse"], (given["dq"], given["dk"], given["dv"]), lse, delta
+            given["out"], given["lse"], (given["dq"], given["dk"], given["dv"]), None, lse, delta
         )
         return verify(source, problem, results, sample, sample, lambda done, total: None)
 

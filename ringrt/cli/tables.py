@@ -79,7 +79,7 @@ def _print_errors(console: Console, report: JobReport) -> None:
     for name, figure in verdict.figures.items():
         dtype = report.problem.state_dtype if name == "lse" else report.problem.dtype
         console.print(
-            f"  {name:<3} {figure.error:.2e} ({figure.excess:.2e} beyond the rounding of {dtype}, "
+            f"  {name:<5} {figure.error:.2e} ({figure.excess:.2e} beyond the rounding of {dtype}, "
             f"bound {figure.bound:.1e})"
         )
     console.print("verified" if report.passed else "NOT VERIFIED: an error is beyond its bound")

@@ -107,6 +107,14 @@ def key_gradients(
     return _per_kv_head(dk, problem), _per_kv_head(dv, problem)
 
 
+def sink_gradient(sink: Array, lse: Array, delta: Array) -> tuple[Array, float]:
+    """Exact dsink `[q_heads]`, given lse and delta of all queries: the sink's weight in each row
+    times (0 − delta). Also the largest sum of the terms' sizes."""
+    weights = np.exp(sink.astype(np.float64)[None, :, None] - lse.astype(np.float64))
+    terms = weights * delta
+    return -terms.sum(axis=(0, 2)), float(abs(terms).sum(axis=(0, 2)).max())
+
+
 def _scores(q: Array, k_blocks: Iterable[Array], problem: Problem) -> tuple[Array, Array]:
     """`[batch, q_heads, rows, keys]`, before the mask, and their derivative by q·k."""
     blocks = [q @ k.swapaxes(-1, -2) for k in k_blocks]

@@ -212,13 +212,13 @@ def _backward(
 ) -> tuple[Results, PassReport]:  # fmt: skip
     ring.on_step = _phase(progress, "backward") if ring.rank == 0 else None
     dout, out, lse = tensors.dout(), results.out, results.lse
-    dq, dk, dv, *_ = ring.attention_backward(
+    dq, dk, dv, *dsink = ring.attention_backward(
         dout, tensors.q, tensors.k, tensors.v, out, lse, **options
     )
     report = _pass_report(ring, plans["backward"], backward=True)
     delta = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
     whole = ring.unshard(lse, axis=2), ring.unshard(delta, axis=2)
-    return Results(out, lse, (dq, dk, dv), *whole), report
+    return Results(out, lse, (dq, dk, dv), dsink[0] if dsink else None, *whole), report
 
 
 def _pass_report(ring: Ring, planned: Plan, backward: bool) -> PassReport:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from ringrt.jobs.oracle import Oracle, key_gradients, largest
+from ringrt.jobs.oracle import Oracle, key_gradients, largest, sink_gradient
 from ringrt.jobs.sources import Source
 from ringrt.plan.mask import IntArray
 from ringrt.plan.partition import Array
@@ -81,12 +81,13 @@ def combine(verdicts: list[Verdict]) -> Verdict:
 class Results:
     """A rank's results, all its rows: out and lse, and after a backward pass dq, dk and dv. Of
     the whole sequence, lse and delta = rowsum(dout · out) `[batch, q_heads, q_length]` as the
-    run has them: dk and dv are checked given these, for they sum over all queries, and dq given
-    delta where out is rounded to 16 bits. out and lse are checked by themselves."""
+    run has them: dk, dv and dsink are checked given these, for they sum over all queries, and dq
+    given delta where out is rounded to 16 bits. out and lse are checked by themselves."""
 
     out: Array
     lse: Array
     gradients: tuple[Array, Array, Array] | None = None
+    dsink: Array | None = None
     whole_lse: Array | None = None
     whole_delta: Array | None = None
 
@@ -121,22 +122,24 @@ def verify(
         figures["out"].add(results.out[:, chunk.local], oracle.out)
         figures["lse"].add(results.lse[:, :, chunk.local], oracle.lse)
         if results.gradients:
-            assert results.whole_delta is not None
-            rounded = results.whole_delta[:, :, chunk.index] if narrow else None
+            rounded = _whole(results)[1][:, :, chunk.index] if narrow else None
             dq = oracle.query_gradient(rounded)
             figures["dq"].add(results.gradients[0][:, chunk.local], dq)
         value_size = max(value_size, oracle.value_size)
         score_size = max(score_size, oracle.score_size)
         on_progress(begin + len(chunk.local), total)
     if results.gradients:
-        assert results.whole_lse is not None
-        assert results.whole_delta is not None
         for begin, chunk in _chunks(keys, problem.q_length, problem):
-            rows = results.whole_lse, results.whole_delta
-            dk, dv = key_gradients(source, problem, chunk.index, *rows)
+            dk, dv = key_gradients(source, problem, chunk.index, *_whole(results))
             figures["dk"].add(results.gradients[1][:, chunk.local], dk)
             figures["dv"].add(results.gradients[2][:, chunk.local], dv)
             on_progress(len(queries.local) + begin + len(chunk.local), total)
+        if results.dsink is not None and sink is not None:
+            dsink, size = sink_gradient(sink, *_whole(results))
+            figures["dsink"] = Figure()
+            figures["dsink"].add(results.dsink, dsink)
+            # Large terms may cancel in the sum; their rounding does not.
+            figures["dsink"].size = size
     base = _BOUND[problem.state_dtype] * max(1.0, score_size / _SCORE)
     for name, figure in figures.items():
         figure.bound = base
@@ -145,6 +148,13 @@ def verify(
         elif name != "lse":
             figure.bound = base * max(1.0, figure.size / _GRADIENT)
     return verdict
+
+
+def _whole(results: Results) -> tuple[Array, Array]:
+    """lse and delta of the whole sequence, which come with gradients."""
+    assert results.whole_lse is not None
+    assert results.whole_delta is not None
+    return results.whole_lse, results.whole_delta
 
 
 def _chunks(sample: Sample, others: int, problem: Problem) -> list[tuple[int, Sample]]:
