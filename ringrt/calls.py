@@ -62,7 +62,7 @@ class Caller:
 
     def __init__(self, transport: Transport, options: RingOptions, backend: str) -> None:
         self.transport, self.options, self.backend = transport, options, backend
-        self._threads = options.threads or max(1, _cores() // transport.local_size)
+        self._threads = options.threads or max(1, available_cores() // transport.local_size)
         self._backends: dict[str, Backend] = {}
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._closed = False
@@ -210,6 +210,6 @@ def _seen_rows(planned: Plan, rank: int) -> Array:
     return seen
 
 
-def _cores() -> int:
+def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringrt.calls import available_cores
 from ringrt.launch import attention
 from ringrt.registry import missing_for, registry
 from ringrt.version import __version__
@@ -48,7 +49,7 @@ class Check:
 def examine() -> Iterator[Check]:
     """All checks, one after the other."""
     yield Check("ringrt", True, f"{__version__}, Python {platform.python_version()}, "
-                f"NumPy {np.__version__}, {_cores()} cores", essential=True)  # fmt: skip
+                f"NumPy {np.__version__}, {available_cores()} cores", essential=True)  # fmt: skip
     for problem in registry().problems:
         yield Check("plugin", False, problem, "update or remove the plugin")
     for spec in registry().backends.values():
@@ -118,7 +119,3 @@ def _missing(name: str, text: str) -> Check:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

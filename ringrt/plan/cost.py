@@ -2,8 +2,8 @@
 
 Twice over, on purpose. `count_steps` adds up what the steps of one rank say; `traffic` is the
 whole plan's, from the needs alone, and `ring_bytes_sent` and `peak_kv_bytes` are closed
-formulas for a mask that leaves nothing out. Tests, and the table that `ringrt run` prints, hold
-them and the runtime's own counters to one another.
+formulas for a mask that leaves nothing out. Tests hold them and the runtime's own counters to one
+another, and `ringrt run` prints what was counted beside what was planned.
 """
 
 from __future__ import annotations
