@@ -336,10 +336,10 @@ def test_gradients_of_what_a_row_does_not_see_never_reach_it(backend):
 def test_closing_breaks_off_what_is_being_computed(pass_):
     """From another thread, as on an interrupt: the call ends at once, and no worker goes on."""
     made = registry().backend("cpu").load(BackendContext(2))
-    q, k, v = random_qkv(16_000, q_heads=1, head_dim=64)
-    mask, zeros = Mask.full(16_000, 16_000), np.zeros((1, 1, 16_000), np.float32)
-    problem = Problem(1, 1, 1, 64, 64, 16_000, 16_000, "float32", mask, 1.0)
-    tiles = lower(mask, (Run(0, 1, 16_000),), (Run(0, 1, 16_000),))
+    q, k, v = random_qkv(40_000, q_heads=1, head_dim=64)
+    mask, zeros = Mask.full(40_000, 40_000), np.zeros((1, 1, 40_000), np.float32)
+    problem = Problem(1, 1, 1, 64, 64, 40_000, 40_000, "float32", mask, 1.0)
+    tiles = lower(mask, (Run(0, 1, 40_000),), (Run(0, 1, 40_000),))
     made.prepare(problem)
     errors = []
 

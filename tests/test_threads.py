@@ -110,24 +110,24 @@ def test_nobody_passes_a_barrier_early():
 def test_a_peer_that_never_posts_is_named_with_step_and_bytes():
     def two_of_three(end):
         if end.rank == 1:
-            time.sleep(1)
+            time.sleep(3)
             return None
         before, after = (end.rank - 1) % 3, (end.rank + 1) % 3
         sends, recvs = [Message(after, data(0, 64))], [Message(before, data(0, 64))]
-        end.exchange(sends, recvs, step=4).wait(0.3)
+        end.exchange(sends, recvs, step=4).wait(1)
         return None
 
     first, second, third = on_threads(thread_group(3), two_of_three)
     assert second is None
-    assert str(first) == "rank 0 waited 0.3 s in ring step 4 to send 64 bytes to rank 1"
-    assert str(third) == "rank 2 waited 0.3 s in ring step 4 to recv 64 bytes from rank 1"
+    assert str(first) == "rank 0 waited 1 s in ring step 4 to send 64 bytes to rank 1"
+    assert str(third) == "rank 2 waited 1 s in ring step 4 to recv 64 bytes from rank 1"
     assert type(first) is type(third) is ExchangeTimeout
 
 
 def test_a_rank_that_misses_a_control_round_is_named():
     def but_two(end):
         if end.rank != 2:
-            end.all_gather_bytes(b"", 0.2)
+            end.all_gather_bytes(b"", 1)
 
     results = on_threads(thread_group(4), but_two)
     for rank in (0, 1, 3):
@@ -198,8 +198,8 @@ def test_a_kernel_that_fails_ends_all_ranks_and_says_where():
 def test_a_rank_that_falls_silent_is_named_within_the_deadline(at):
     begin = time.monotonic()
     with pytest.raises(ExchangeTimeout, match="from rank 1|to rank 1"):
-        with_failing_rank(lambda: time.sleep(4), at=at, ranks=5, timeout=0.5)
-    assert time.monotonic() - begin < 4
+        with_failing_rank(lambda: time.sleep(8), at=at, ranks=5, timeout=1.5)
+    assert time.monotonic() - begin < 8
 
 
 def test_an_interrupt_in_a_rank_reaches_the_caller():
