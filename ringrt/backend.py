@@ -1,4 +1,4 @@
-"""What an attention backend is: three verbs on band tiles.
+"""What an attention backend is: three verbs on band tiles, and the same three for gradients.
 
 A backend never hears of rings, ranks, partitions or masks. It holds one rank's queries and an
 online softmax state, and absorbs the tiles of whatever shard is present.
@@ -26,10 +26,10 @@ class Backend(Protocol):
     """The contract. Arrays are `[batch, rows, heads, dim]`, any strides, in `problem.dtype`.
 
     A forward pass is `begin`, any number of `accumulate`, `finish`; a backward pass the same
-    with `_backward`; all with one stream. The state
-    is the backend's own. q, k and v stay the caller's and are never written; k and v may be
-    overwritten as soon as `accumulate` returns (on a device: when the stream has come past).
-    What a query row does not see must not reach it, NaN and inf included.
+    with `_backward`; all with one stream. The state is the backend's own. q, k and v stay the
+    caller's and are never written; k and v may be overwritten as soon as `accumulate` returns (on
+    a device: when the stream has come past). What a query row does not see must not reach it, NaN
+    and inf included.
     """
 
     #: Whether the three verbs of the backward pass are implemented.
@@ -160,8 +160,8 @@ class BlockBackend(ABC):
             q = state.q[:, tile.q0 : tile.q1]
             cut = slice(tile.k0, tile.k1)
             out, lse = self.block(q, k[:, cut], v[:, cut], tile, state.problem)
-            lse = lse.astype(state.problem.state_dtype) * np.log(self.lse_base)
-            block = from_block(out, lse.astype(state.problem.state_dtype), _empty_rows(tile))
+            natural = (lse * np.log(self.lse_base)).astype(state.problem.state_dtype)
+            block = from_block(out, natural, _empty_rows(tile))
             state.softmax.rows(tile.q0, tile.q1).absorb(block)
 
     def finish(self, state: BlockState, stream: Stream = None) -> tuple[Array, Array]:

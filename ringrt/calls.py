@@ -15,12 +15,11 @@ import numpy as np
 
 from ringrt.backend import Backend, BackendContext
 from ringrt.engine.agree import Record, agree, agree_ready, tell_failure
-from ringrt.errors import BackendUnavailable, ConfigError, RankMismatch, TransportError, Unsupported
+from ringrt.errors import BackendUnavailable, RankMismatch, TransportError, Unsupported
 from ringrt.inputs import Shapes
 from ringrt.options import CallOptions
 from ringrt.plan import Partition, Plan, Problem, plan
 from ringrt.plan.partition import Array
-from ringrt.plan.problem import default_scale
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import lower
 from ringrt.registry import registry
@@ -97,7 +96,7 @@ class Caller:
         common["sink"] = options.sink is not None
         key = json.dumps([common, [record["local"] for record in records]])
         if key not in self._kept:
-            self._kept[key] = self._prepare(records, options)
+            self._kept[key] = self._prepare(records, shapes, options)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -120,20 +119,20 @@ class Caller:
         for backend in list(self._backends.values()):
             backend.close()
 
-    def _prepare(self, records: list[Record], call: CallOptions) -> Prepared:
+    def _prepare(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Prepared:
         failure, prepared = None, None
         try:
-            prepared = self._prepare_here(records, call)
+            prepared = self._prepare_here(records, shapes, call)
         except Exception as error:
             failure = error
         agree_ready(self.transport, failure, max(self.options.timeout, _PREPARE_TIMEOUT))
         assert prepared is not None
         return prepared
 
-    def _prepare_here(self, records: list[Record], call: CallOptions) -> Prepared:
+    def _prepare_here(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Prepared:
         rank, options = self.transport.rank, self.options
         backward = records[rank]["operation"] == "backward"
-        problem = self._problem(records, call)
+        problem = self._problem(records, shapes, call)
         planned = plan(
             problem,
             options.partition,
@@ -148,25 +147,13 @@ class Caller:
         seen = _seen_rows(planned, rank) if backward and problem.sink else None
         return Prepared(problem, steps, planned.travel, name, backend, seen)
 
-    def _problem(self, records: list[Record], call: CallOptions) -> Problem:
+    def _problem(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Problem:
         """The whole problem, from what every rank said of its part."""
         q_rows, kv_rows = ([each["local"][side] for each in records] for side in (0, 1))
         self.check_shares("q rows", q_rows)
         self.check_shares("kv rows", kv_rows)
         lengths = sum(q_rows), sum(kv_rows)
-        if call.length not in (None, lengths):
-            got = f"{lengths} from the shards"
-            raise ConfigError("length", f"{call.length} by the argument", got)
-        own = records[self.transport.rank]
-        return Problem(
-            **{name: own[name] for name in Shapes.COMMON},
-            q_length=lengths[0],
-            kv_length=lengths[1],
-            mask=call.masking.build(*lengths),
-            scale=default_scale(own["head_dim"]) if call.scale is None else call.scale,
-            softcap=call.softcap,
-            sink=call.sink is not None,
-        )
+        return call.problem(shapes, *lengths)
 
     def _choose_backend(self, problem: Problem, backward: bool) -> tuple[str, Backend]:
         auto = self.backend == "auto"

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringrt.errors import ConfigError, HandoffError
 from ringrt.plan.partition import Array
-from ringrt.plan.problem import ITEMSIZE
+from ringrt.plan.problem import ITEMSIZE, state_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,14 @@ def check_arrays(q: Array, k: Array, v: Array) -> Shapes:
 def check_result(shapes: Shapes, dout: Array, out: Array, lse: Array) -> None:
     """`ConfigError` unless dout and out `[batch, rows, q_heads, value_dim]` and lse
     `[batch, q_heads, rows]` fit q, k and v."""
-    expected = (shapes.batch, shapes.q_rows, shapes.q_heads, shapes.value_dim)
+    expected: tuple[int, ...] = (shapes.batch, shapes.q_rows, shapes.q_heads, shapes.value_dim)
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != expected:
             raise ConfigError(name, f"shape {expected}", f"shape {x.shape}")
         if dtype_name(x) != shapes.dtype:
             raise ConfigError(name, f"the dtype of q, {shapes.dtype}", x.dtype)
-    if lse.shape != (shapes.batch, shapes.q_heads, shapes.q_rows):
-        lse_shape = (shapes.batch, shapes.q_heads, shapes.q_rows)
-        raise ConfigError("lse", f"shape {lse_shape}", f"shape {lse.shape}")
-    lse_dtype = "float64" if shapes.dtype == "float64" else "float32"
-    if dtype_name(lse) != lse_dtype:
-        raise ConfigError("lse", f"dtype {lse_dtype}", lse.dtype)
+    expected = (shapes.batch, shapes.q_heads, shapes.q_rows)
+    if lse.shape != expected:
+        raise ConfigError("lse", f"shape {expected}", f"shape {lse.shape}")
+    if dtype_name(lse) != state_dtype(shapes.dtype):
+        raise ConfigError("lse", f"dtype {state_dtype(shapes.dtype)}", lse.dtype)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ringrt.errors import ConfigError, Unsupported
-from ringrt.inputs import Shapes, as_numpy
+from ringrt.inputs import Shapes, as_numpy, dtype_name
 from ringrt.plan.mask import is_whole
 from ringrt.plan.mask_options import MaskOptions
 from ringrt.plan.partition import Array
+from ringrt.plan.problem import ITEMSIZE, Problem, default_scale
 
 _MASKING = ("causal", "window", "documents", "prefix", "sink_tokens", "mask")
 _SCORES = ("scale", "softcap", "sink", "length")
@@ -50,6 +51,23 @@ class CallOptions:
             _length(options.get("length")),
         )
 
+    def problem(self, shapes: Shapes, q_length: int, kv_length: int) -> Problem:
+        """The whole problem of tensors like these over sequences of these lengths. Raises
+        `ConfigError` where a mask, documents or `length` do not fit them."""
+        found = (q_length, kv_length)
+        if self.length not in (None, found):
+            expected = f"{self.length} by the argument"
+            raise ConfigError("length", expected, f"{found} from the shards")
+        return Problem(
+            **shapes.common(),
+            q_length=q_length,
+            kv_length=kv_length,
+            mask=self.masking.build(q_length, kv_length),
+            scale=default_scale(shapes.head_dim) if self.scale is None else self.scale,
+            softcap=self.softcap,
+            sink=self.sink is not None,
+        )
+
     def record(self) -> dict[str, Any]:
         """In plain values; arrays by a digest."""
         sink = None if self.sink is None else hashlib.sha256(self.sink.tobytes()).hexdigest()[:16]
@@ -82,8 +100,8 @@ def _sink(sink: Any, shapes: Shapes) -> Array | None:
     array = as_numpy("sink", sink)
     if array.shape != (shapes.q_heads,):
         raise ConfigError("sink", f"shape [q_heads], ({shapes.q_heads},)", array.shape)
-    if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
-        raise ConfigError("sink", "a floating dtype", array.dtype)
+    if dtype_name(array) not in ITEMSIZE:
+        raise ConfigError("sink", f"dtype {' or '.join(ITEMSIZE)}", array.dtype)
     return array
 
 

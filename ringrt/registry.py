@@ -41,7 +41,7 @@ class Registry:
         try:
             return spec.load(context)
         except Exception as error:
-            raise BackendUnavailable(f"backend {name}: {_one_line(error)}") from error
+            raise BackendUnavailable(f"backend {name}: {one_line(error)}") from error
 
     def candidates(self) -> list[BackendSpec]:
         """What `auto` may take, best first: able to run here, and willing."""
@@ -66,7 +66,7 @@ class Registry:
         except TransportError:
             raise
         except Exception as error:
-            raise TransportUnavailable(f"transport {name}: {_one_line(error)}") from error
+            raise TransportUnavailable(f"transport {name}: {one_line(error)}") from error
 
     def launched(self) -> tuple[TransportSpec, Launch] | None:
         """The transport whose launcher started this process, and as which rank, if one did."""
@@ -92,7 +92,7 @@ def load(plugins: tuple[EntryPoint, ...] | list[EntryPoint]) -> Registry:
         try:
             manager.register(point.load(), name=point.name)
         except Exception as error:
-            problems.append(f"plugin {point.name} ({point.value}): {_one_line(error)}")
+            problems.append(f"plugin {point.name} ({point.value}): {one_line(error)}")
     hook = manager.hook
     backends = _collect(hook.ringrt_register_backends.get_hookimpls(), problems, BackendSpec)
     transports = _collect(hook.ringrt_register_transports.get_hookimpls(), problems, TransportSpec)
@@ -111,7 +111,7 @@ def _collect(
             if wrong:
                 raise TypeError(f"registers {wrong[0]!r} instead of a {kind.__name__}")
         except Exception as error:
-            problems.append(f"plugin {implementation.plugin_name}: {_one_line(error)}")
+            problems.append(f"plugin {implementation.plugin_name}: {one_line(error)}")
             continue
         for spec in specs:
             if spec.name in found:
@@ -134,8 +134,9 @@ def missing_for(spec: BackendSpec | TransportSpec) -> str | None:
     try:
         return spec.probe()
     except Exception as error:
-        return _one_line(error)
+        return one_line(error)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's kind and the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant("prefix of one too many", OPTIONS, "first = np.minimum(k_start + self.prefix, k_stop)", "first = np.minimum(k_start + self.prefix + 1, k_stop)"),
     # Schedule and needs.
     Mutant("last step dropped", SCHEDULE, "count = self.size + 1 if grads else self.size", "count = self.size if grads else self.size - 1"),
-    Mutant("wrong slot", SCHEDULE, "slot = HOME if index == 0 else (index - 1) % 2\n        rows", "slot = HOME if index == 0 else index % 2\n        rows"),
+    Mutant("wrong slot", SCHEDULE, "slot = self._slot(index)\n        rows", "slot = HOME if index == 0 else index % 2\n        rows"),
     Mutant("wrong owner", SCHEDULE, "def _owner(self, index: int) -> int:\n        return (self.rank - index) % self.size", "def _owner(self, index: int) -> int:\n        return (self.rank + index) % self.size"),
     Mutant("own needs only, nothing handed on", SCHEDULE, "rows = self.needs[shard].beyond(following)", "rows = self.needs[shard].at(following)"),
     Mutant("sum goes home too soon", SCHEDULE, "onward = self.ring and before < self.needs[shard].last", "onward = self.ring and before < self.needs[shard].last - 1"),

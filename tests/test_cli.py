@@ -93,6 +93,11 @@ def test_a_result_beyond_its_bound_exits_1(job):
     done = ringrt_command("run", job, "--set", "ring.backend=null")
     assert done.returncode == 1
     assert "NOT VERIFIED" in done.stdout
+    assert "no output was written" not in done.stdout, "none was asked for"
+    done = ringrt_command(
+        "run", job, "--set", "ring.backend=null", "--set", "output.path=x.safetensors"
+    )
+    assert "no output was written" in done.stdout
 
 
 MISTAKES = [
@@ -106,6 +111,15 @@ MISTAKES = [
     (["run", "JOB", "--set", "attention.dropout=0.1"], "attention.dropout: expected one of"),
     (["run", "JOB", "--set", "ring.backend=abacus"], "ring.backend: expected auto or cpu or null"),
     (["run", "JOB", "--set", "output.path=x.bin"], "output.path: expected a name that ends in"),
+    (["plan", "JOB", "--set", "ring.schedule=star"], "ring.schedule: expected auto or ring"),
+    (
+        ["run", "JOB", "--set", "attention.documents=[0, 90]"],
+        "attention.documents: expected ranges",
+    ),
+    (
+        ["run", "JOB", "--set", "attention.sink=[1]"],
+        "attention.sink: expected shape [q_heads], (2,)",
+    ),
     (["plan", "JOB", "--set", "input.length=-1"], "input.length: expected at least 0, got -1"),
     (["plan", "JOB", "--set", "input.length=1e30"], "input.length: expected a whole number"),
     (

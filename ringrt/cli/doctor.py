@@ -14,7 +14,7 @@ import numpy as np
 
 from ringrt.calls import available_cores
 from ringrt.launch import attention
-from ringrt.registry import missing_for, registry
+from ringrt.registry import missing_for, one_line, registry
 from ringrt.version import __version__
 
 #: Two MPI ranks that pass one message round, through the product's own transport.
@@ -70,7 +70,7 @@ def _try_backend(name: str) -> Check:
         expected, _ = attention(q, k, v, ranks=1, backend="reference", causal=True)
         out, _ = attention(q, k, v, ranks=2, backend=name, causal=True, timeout=_TRIAL_TIMEOUT)
     except Exception as error:
-        return Check(f"backend {name}", False, _one_line(error), "report it", essential)
+        return Check(f"backend {name}", False, one_line(error), "report it", essential)
     error_size = float(np.max(abs(out - expected)))
     detail = f"two thread ranks, max difference to the definition {error_size:.1e}"
     right = error_size < 1e-5
@@ -115,7 +115,3 @@ def _missing(name: str, text: str) -> Check:
     """A probe's words: what is missing, and after the colon what would mend it."""
     detail, _, remedy = text.partition(": ")
     return Check(name, False, detail, remedy)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

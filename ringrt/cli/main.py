@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ringrt.errors import ExchangeTimeout, KernelError, PeerLost, RingrtError
+from ringrt.errors import (
+    KernelError,
+    RankMismatch,
+    RingrtError,
+    TransportError,
+    TransportUnavailable,
+)
 from ringrt.version import __version__
 
 if TYPE_CHECKING:
@@ -130,7 +136,8 @@ def main() -> None:
 def _report_error(error: RingrtError) -> int:
     """Print a handled error; its exit code. Where ranks are processes, what all of them know is
     said once, and what befell a rank is said by each."""
-    befell = isinstance(error, KernelError | ExchangeTimeout | PeerLost)
+    known = isinstance(error, RankMismatch | TransportUnavailable)
+    befell = isinstance(error, KernelError | TransportError) and not known
     launch = _launch()
     if befell or _speaks():
         where = f"rank {launch.rank}: " if launch is not None and befell else ""

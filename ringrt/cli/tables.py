@@ -83,7 +83,7 @@ def _print_errors(console: Console, report: JobReport) -> None:
             f"bound {figure.bound:.1e})"
         )
     console.print("verified" if report.passed else "NOT VERIFIED: an error is beyond its bound")
-    if not report.passed:
+    if report.written is False:
         console.print("no output was written")
 
 
@@ -134,7 +134,8 @@ def _steps_table(name: str, plan: Plan, ranks: Iterable[int]) -> Table:
 
 
 def _ranks_table(name: str, plan: Plan) -> Table:
-    table = _table("rank", "tokens", "steps", "work", "KV sent", "KV received", "peak KV")
+    moves = "K,V" if plan.travel == "kv" else "Q"
+    table = _table("rank", "tokens", "steps", "work", "sent", "received", f"peak {moves}")
     ranks = sorted({i * plan.size // _SUMMED_RANKS for i in range(_SUMMED_RANKS)})
     ranks = ranks if plan.size > _SUMMED_RANKS else list(range(plan.size))
     counts = [count_steps(plan, rank, name == "backward") for rank in ranks]

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from pydantic import TypeAdapter
 
 from ringrt.engine.agree import agree, gather
+from ringrt.engine.backward import row_delta
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError
+from ringrt.inputs import Shapes
 from ringrt.jobs.load import LoadedJob
 from ringrt.jobs.outputs import check_output, write_output
-from ringrt.jobs.schema import Attention
+from ringrt.jobs.schema import Attention, RingOptions
 from ringrt.jobs.sources import Source, open_source
 from ringrt.jobs.verify import Results, Sample, Verdict, combine, verify
 from ringrt.launch import run_threads
+from ringrt.options import CallOptions
 from ringrt.plan import Plan, Problem, get_partition, plan
 from ringrt.plan.choose import check_names
 from ringrt.plan.cost import count_steps
-from ringrt.plan.mask_options import MaskOptions
 from ringrt.plan.partition import Array, Runs, positions
-from ringrt.plan.problem import default_scale
 from ringrt.registry import registry
 from ringrt.ring import Ring
-
-_MASKING = ("causal", "window", "documents", "prefix", "sink_tokens")
 
 
 class Progress(Protocol):
@@ -49,20 +49,20 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank did. `home_bytes` are its own K,V."""
+    """What one rank did."""
 
     passes: dict[str, PassReport]
-    home_bytes: int
     verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What all ranks did, by which plans; `written` says whether there is an output."""
+    """What all ranks did, by which plans. `written` says whether out was written; None where
+    the job asks for no output."""
 
     plans: dict[str, Plan]
     ranks: list[RankReport]
-    written: bool
+    written: bool | None
 
     @property
     def problem(self) -> Problem:
@@ -84,49 +84,44 @@ class JobReport:
 def problem_of(loaded: LoadedJob, source: Source) -> Problem:
     """The whole problem of a job."""
     (batch, q_length, q_heads, head_dim), k, v = (source.shapes[name] for name in "qkv")
-    attention = loaded.job.attention
-    masking = MaskOptions.of(**{name: getattr(attention, name) for name in _MASKING})
-    if attention.sink is not None and len(attention.sink) != q_heads:
-        raise ConfigError("attention.sink", f"{q_heads} logits, one a query head",
-                          f"{len(attention.sink)}")  # fmt: skip
-    return Problem(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=k[2],
-        head_dim=head_dim,
-        value_dim=v[3],
-        q_length=q_length,
-        kv_length=k[1],
-        dtype=source.dtype,
-        mask=masking.build(q_length, k[1]),
-        scale=default_scale(head_dim) if attention.scale is None else attention.scale,
-        softcap=attention.softcap,
-        sink=attention.sink is not None,
-    )
+    shapes = Shapes(source.dtype, batch, q_heads, k[2], head_dim, v[3], q_length, k[1])
+    options = CallOptions.of("jobs", shapes, _options(loaded.job.attention))
+    return options.problem(shapes, q_length, k[1])
 
 
 def plan_of(loaded: LoadedJob, size: int, backward: bool = False) -> Plan:
     """The plan of a job's pass over `size` ranks. Raises `ConfigError`."""
-    problem = problem_of(loaded, open_source(loaded.job.input, loaded.folder))
-    ring, partition = loaded.job.ring, get_partition(loaded.job.ring.partition)
-    return plan(problem, partition, size, ring.schedule, backward=backward, travel=ring.travel)
+    ring = loaded.job.ring
+    with _keys_of_the_job():
+        partition = get_partition(ring.partition)
+        problem = problem_of(loaded, open_source(loaded.job.input, loaded.folder))
+        return plan(problem, partition, size, ring.schedule, backward=backward, travel=ring.travel)
 
 
 def check_job(loaded: LoadedJob, size: int) -> None:
     """`ConfigError` for whatever can be found wrong before any rank starts."""
-    try:
-        check_names(loaded.job.ring.schedule, loaded.job.ring.travel)
-        if loaded.job.ring.backend != "auto":
-            registry().backend(loaded.job.ring.backend)
-        plan_of(loaded, size)
-    except ConfigError as error:
-        if error.key in ("partition", "schedule", "travel", "backend"):
-            raise ConfigError(f"ring.{error.key}", error.expected, error.got) from None
-        raise
     job, folder = loaded.job, loaded.folder
+    with _keys_of_the_job():
+        check_names(job.ring.schedule, job.ring.travel)
+        if job.ring.backend != "auto":
+            registry().backend(job.ring.backend)
+    plan_of(loaded, size)
     if job.output is not None:
         inputs = folder / job.input.path if job.input.source == "file" else None
         check_output(folder / job.output.path, inputs)
+
+
+@contextlib.contextmanager
+def _keys_of_the_job() -> Iterator[None]:
+    """What is wrong with an option of the ring or of the call is told by its key in the file."""
+    try:
+        yield
+    except ConfigError as error:
+        for section, model in (("ring", RingOptions), ("attention", Attention)):
+            if error.key in model.model_fields:
+                key = f"{section}.{error.key}"
+                raise ConfigError(key, error.expected, error.got) from None
+        raise
 
 
 def ring_options(loaded: LoadedJob) -> dict[str, Any]:
@@ -163,6 +158,8 @@ def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
         results, passes["backward"] = _backward(ring, tensors, options, plans, results, progress)
     verdict = None
     if job.verify.rows != 0:
+        if "backward" in plans:
+            results = _with_statistics(ring, results, tensors.dout())
         on_progress = _phase(progress, "verify") if ring.rank == 0 else _silent
         verdict = verify(
             source,
@@ -173,14 +170,14 @@ def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
             on_progress,
             options.get("sink"),
         )
-    own = RankReport(passes, tensors.k.nbytes + tensors.v.nbytes, verdict)
-    ranks = _gather_reports(ring, own)
-    report = JobReport(plans, ranks, written=False)
-    if job.output is None or not report.passed:
+    ranks = _gather_reports(ring, RankReport(passes, verdict))
+    report = JobReport(plans, ranks, written=None)
+    if job.output is None:
         return report
-    path = loaded.folder / job.output.path
-    write_output(ring, path, report.problem, tensors.q_runs, results.out, results.lse)
-    return JobReport(plans, ranks, written=True)
+    if report.passed:
+        path = loaded.folder / job.output.path
+        write_output(ring, path, report.problem, tensors.q_runs, results.out, results.lse)
+    return replace(report, written=report.passed)
 
 
 class _Shards:
@@ -216,9 +213,14 @@ def _backward(
         dout, tensors.q, tensors.k, tensors.v, out, lse, **options
     )
     report = _pass_report(ring, plans["backward"], backward=True)
-    delta = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
-    whole = ring.unshard(lse, axis=2), ring.unshard(delta, axis=2)
-    return Results(out, lse, (dq, dk, dv), dsink[0] if dsink else None, *whole), report
+    return Results(out, lse, (dq, dk, dv), dsink[0] if dsink else None), report
+
+
+def _with_statistics(ring: Ring, results: Results, dout: Array) -> Results:
+    """With lse and delta of the whole sequence, which the checks of gradients need."""
+    delta = row_delta(dout, results.out, "float64")
+    lse, delta = (ring.unshard(x, axis=2) for x in (results.lse, delta))
+    return replace(results, whole_lse=lse, whole_delta=delta)
 
 
 def _pass_report(ring: Ring, planned: Plan, backward: bool) -> PassReport:

@@ -95,8 +95,9 @@ class Mask:
             piece = self.pieces()[int(np.argmax(outside))]
             raise ConfigError("mask", f"pieces within {q_length} × {kv_length}", piece)
         order = np.argsort(self.table[:, 0], kind="stable")
+        table = self.table[order]
         for begin in range(0, len(order), _CHECKED):
-            clash = _first_overlap(self.table[order], begin, min(begin + _CHECKED, len(order)))
+            clash = _first_overlap(table, begin, min(begin + _CHECKED, len(order)))
             if clash is not None:
                 pieces = self.pieces()
                 a, b = (pieces[order[index]] for index in clash)

@@ -56,20 +56,7 @@ class MaskOptions:
         """From a user's arguments. Raises `ConfigError`."""
         if not isinstance(causal, bool | np.bool_):
             raise ConfigError("causal", "True or False", repr(causal))
-        given = {
-            "causal": bool(causal) or None,
-            "window": window,
-            "documents": documents,
-            "prefix": _count("prefix", prefix) or None,
-            "sink_tokens": _count("sink_tokens", sink_tokens) or None,
-        }
-        if mask is not None:
-            if not isinstance(mask, Mask):
-                raise ConfigError("mask", "a ringrt.Mask", type(mask).__name__)
-            also = [name for name, value in given.items() if value is not None]
-            if also:
-                raise ConfigError("mask", f"no {' and no '.join(also)} beside it", "both")
-        return cls(
+        options = cls(
             bool(causal),
             None if window is None else _window(window),
             None if documents is None else _documents(documents),
@@ -77,15 +64,24 @@ class MaskOptions:
             _count("sink_tokens", sink_tokens),
             mask,
         )
+        if mask is not None:
+            if not isinstance(mask, Mask):
+                raise ConfigError("mask", "a ringrt.Mask", type(mask).__name__)
+            named = ("causal", "window", "documents", "prefix", "sink_tokens")
+            also = [name for name in named if getattr(options, name) not in (None, False, 0)]
+            if also:
+                raise ConfigError("mask", f"no {' and no '.join(also)} beside it", "both")
+        return options
 
     def record(self) -> dict[str, Any]:
         """The options in plain values, by which ranks compare them; arrays by a digest."""
         said: dict[str, Any] = {"causal": self.causal, "prefix": self.prefix}
         said |= {"sink_tokens": self.sink_tokens, "window": self.window}
-        said["mask"] = self.mask.digest[:16] if self.mask is not None else None
+        said["mask"] = None if self.mask is None else self.mask.digest[:16]
+        said["documents"] = None
         if self.documents is not None:
-            said["documents"] = hashlib.sha256(b"".join(x.tobytes() for x in self.documents))
-            said["documents"] = said["documents"].hexdigest()[:16]
+            content = b"".join(x.tobytes() for x in self.documents)
+            said["documents"] = hashlib.sha256(content).hexdigest()[:16]
         return said
 
     def build(self, q_length: int, kv_length: int) -> Mask:

@@ -17,6 +17,11 @@ def default_scale(head_dim: int) -> float:
     return 1 / math.sqrt(head_dim)
 
 
+def state_dtype(dtype: str) -> str:
+    """dtype of lse, of the online softmax state and of sums: float32, or float64 for float64."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One attention over the whole (unsharded) sequence.
@@ -65,8 +70,8 @@ class Problem:
 
     @property
     def state_dtype(self) -> str:
-        """dtype of lse and of the online softmax state: float32, or float64 for float64."""
-        return "float64" if self.dtype == "float64" else "float32"
+        """dtype of lse, of the state and of sums; see `state_dtype`."""
+        return state_dtype(self.dtype)
 
     @property
     def kv_row_bytes(self) -> int:

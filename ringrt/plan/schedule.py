@@ -6,7 +6,7 @@ it and the tests check it, for 1024 ranks as easily as for two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ringrt.errors import PlanError
 from ringrt.plan.needs import ShardNeeds, all_needs
@@ -131,7 +131,7 @@ class _Builder:
     def step(self, index: int, grads: bool) -> Step:
         """Step `index`; number p computes nothing and only brings sums home."""
         shard = (self.rank - index) % self.size
-        slot = HOME if index == 0 else (index - 1) % 2
+        slot = self._slot(index)
         rows = self._present(index)
         step = Step(
             index=index,
@@ -144,8 +144,8 @@ class _Builder:
         )
         if not grads:
             return step
-        return Step(
-            **{name: getattr(step, name) for name in _FORWARD_FIELDS},
+        return replace(
+            step,
             adds=self._adds(index),
             sums=self._sums(index),
             grad_send=self._grad_send(index),
@@ -155,6 +155,10 @@ class _Builder:
 
     def _owner(self, index: int) -> int:
         return (self.rank - index) % self.size
+
+    def _slot(self, index: int) -> int:
+        """Step 0 computes at home; visitors take the two slots in turn."""
+        return HOME if index == 0 else (index - 1) % 2
 
     def _rank_at(self, shard: int, distance: int) -> int:
         return (shard + distance) % self.size
@@ -190,15 +194,11 @@ class _Builder:
         if following >= self.size:
             return None
         if self.ring:
-            shard, slot = self._owner(index), HOME if index == 0 else (index - 1) % 2
+            shard = self._owner(index)
             rows = self.needs[shard].beyond(following)
-            return _hop(self._rank_at(shard, following), shard, rows, slot)
-        return _hop(
-            self._rank_at(self.rank, following),
-            self.rank,
-            self.needs[self.rank].at(following),
-            HOME,
-        )
+            return _hop(self._rank_at(shard, following), shard, rows, self._slot(index))
+        rows = self.needs[self.rank].at(following)
+        return _hop(self._rank_at(self.rank, following), self.rank, rows)
 
     def _recv(self, index: int) -> Hop | None:
         following = index + 1
@@ -206,7 +206,7 @@ class _Builder:
             return None
         shard = self._owner(following)
         peer = (self.rank - 1) % self.size if self.ring else shard
-        return _hop(peer, shard, self._present(following), index % 2)
+        return _hop(peer, shard, self._present(following), self._slot(following))
 
     def _adds(self, index: int) -> Rows:
         if index == 0 or index >= self.size:
@@ -230,7 +230,7 @@ class _Builder:
         shard = self._owner(before)
         onward = self.ring and before < self.needs[shard].last
         peer = self._rank_at(shard, index) if onward else shard
-        return _hop(peer, shard, self._sums(before), HOME)
+        return _hop(peer, shard, self._sums(before))
 
     def _carry(self, index: int) -> Hop | None:
         if not self.ring or not 2 <= index < self.size:
@@ -238,7 +238,7 @@ class _Builder:
         needs = self.needs[self._owner(index)]
         if index > needs.last:
             return None
-        return _hop((self.rank - 1) % self.size, self._owner(index), needs.until(index - 1), HOME)
+        return _hop((self.rank - 1) % self.size, self._owner(index), needs.until(index - 1))
 
     def _home(self, index: int) -> Hop | None:
         """A sum for the own shard, from the rank that added at distance index − 1."""
@@ -250,11 +250,8 @@ class _Builder:
             rows = needs.until(distance) if distance == needs.last else Rows.all(0)
         else:
             rows = needs.at(distance)
-        return _hop(self._rank_at(self.rank, distance), self.rank, rows, HOME)
+        return _hop(self._rank_at(self.rank, distance), self.rank, rows)
 
 
-_FORWARD_FIELDS = ("index", "shard", "rows", "slot", "tiles", "send", "recv")
-
-
-def _hop(peer: int, shard: int, rows: Rows, slot: int) -> Hop | None:
+def _hop(peer: int, shard: int, rows: Rows, slot: int = HOME) -> Hop | None:
     return Hop(peer, shard, rows, slot) if rows else None

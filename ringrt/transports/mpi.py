@@ -18,7 +18,13 @@ from typing import Any
 from mpi4py import MPI
 
 from ringrt.backend import Stream
-from ringrt.errors import ExchangeTimeout, PeerLost, TransportError, name_ranks
+from ringrt.errors import (
+    ExchangeTimeout,
+    PeerLost,
+    TransportError,
+    TransportUnavailable,
+    name_ranks,
+)
 from ringrt.transport import Launch, Message
 
 #: Tags of the control communicator. Rounds of the control plane use the tags from _ROUND on,
@@ -62,7 +68,7 @@ class MpiTransport:
         """All processes that the launcher started."""
         size = MPI.COMM_WORLD.Get_size()
         if launch and launch.size != size:
-            raise TransportError(
+            raise TransportUnavailable(
                 f"mpirun started {launch.size} processes but mpi4py sees {size}: they belong to "
                 f"different MPI libraries (mpi4py uses {MPI.Get_library_version().split()[0]})"
             )
