@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringrt.device import Device, Kind
+from ringrt.device.host import HOST
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import Tile, TileTable
@@ -23,7 +25,8 @@ Stream = Any
 
 
 class Backend(Protocol):
-    """The contract. Arrays are `[batch, rows, heads, dim]`, any strides, in `problem.dtype`.
+    """The contract. Arrays are `[batch, rows, heads, dim]`, any strides, in `problem.dtype`, on
+    the kind of device that the backend's spec names (see `ringrt.device`).
 
     A forward pass is `begin`, any number of `accumulate`, `finish`; a backward pass the same
     with `_backward`; all with one stream. The state is the backend's own. q, k and v stay the
@@ -45,8 +48,8 @@ class Backend(Protocol):
     def begin(
         self, q: Array, problem: Problem, sink: Array | None = None, stream: Stream = None
     ) -> Any:
-        """The empty state of q's rows, or with sink logits `[q_heads]` the one that has absorbed
-        them. q must stay as it is until `finish`."""
+        """The empty state of q's rows, or with sink logits `[q_heads]` (always a NumPy array) the
+        one that has absorbed them. q must stay as it is until `finish`."""
 
     def accumulate(
         self, state: Any, k: Array, v: Array, tiles: TileTable, stream: Stream = None
@@ -94,9 +97,11 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend may know of where it runs: CPU threads it should use (>= 1)."""
+    """What a backend may know of where it runs: CPU threads it should use (>= 1), and the
+    device on which its arrays lie, of the kind its spec names."""
 
     threads: int
+    device: Device = HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,10 @@ class BackendSpec:
 
     `probe()` says in words what is missing and what would mend it, or None if it can run here;
     `load(context)` makes one for one rank. `backend: auto` takes the available one of the
-    highest `priority` that supports the problem; None is never taken unasked.
+    highest `priority` that supports the problem; None is never taken unasked. `device` is the
+    kind of device on which its arrays lie. `rounds_weights`: for 16-bit inputs the softmax
+    weights, and in backward their gradients, are rounded to the inputs' dtype before they are
+    multiplied, as tensor cores ask for; verification allows for it.
     """
 
     name: str
@@ -113,6 +121,8 @@ class BackendSpec:
     probe: Callable[[], str | None]
     load: Callable[[BackendContext], Backend]
     priority: int | None = None
+    device: Kind = "cpu"
+    rounds_weights: bool = False
 
 
 class BlockBackend(ABC):

@@ -14,22 +14,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringrt.backend import Backend, BackendContext
+from ringrt.device import Device, Kind
+from ringrt.device.cuda import CudaDevice
+from ringrt.device.driver import cupy
+from ringrt.device.host import HOST
 from ringrt.engine.agree import Record, agree, agree_ready, tell_failure
 from ringrt.errors import BackendUnavailable, RankMismatch, TransportError, Unsupported
 from ringrt.inputs import Shapes
 from ringrt.options import CallOptions
+from ringrt.places import shard_of
 from ringrt.plan import Partition, Plan, Problem, plan
 from ringrt.plan.partition import Array
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import lower
 from ringrt.registry import registry
 from ringrt.transport import Transport
+from ringrt.transports.staged import StagedTransport
 from ringrt.version import __version__
 
 #: A first call may compile kernels; ranks wait at least this long for one another there.
 _PREPARE_TIMEOUT = 120.0
 #: Agreed calls whose plans are kept.
 _KEPT = 8
+
+#: Where the arrays of a call lie: a kind of device, and which of them.
+Place = tuple[Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,9 @@ class Prepared:
     travel: str
     backend_name: str
     backend: Backend
+    device: Device
+    #: What moves arrays of that device.
+    transport: Transport
     #: For the gradient of sinks: which query rows see any key, bool `[rows]`.
     seen: Array | None = None
 
@@ -62,8 +74,10 @@ class Caller:
     def __init__(self, transport: Transport, options: RingOptions, backend: str) -> None:
         self.transport, self.options, self.backend = transport, options, backend
         self._threads = options.threads or max(1, available_cores() // transport.local_size)
-        self._backends: dict[str, Backend] = {}
+        self._backends: dict[tuple[str, Device], Backend] = {}
+        self._devices: dict[int, CudaDevice] = {}
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
+        self._staged: StagedTransport | None = None
         self._closed = False
 
     @contextlib.contextmanager
@@ -85,18 +99,20 @@ class Caller:
         common |= {"schedule": options.schedule, "travel": options.travel}
         return agree(self.transport, common | dict(record), options.timeout)
 
-    def prepare(self, operation: str, shapes: Shapes, options: CallOptions) -> Prepared:
+    def prepare(
+        self, operation: str, shapes: Shapes, place: Place, options: CallOptions
+    ) -> Prepared:
         """Agree on a pass ("forward" or "backward") and prepare it. Kept, so that a call like an
         earlier one costs one round of the control plane and no planning. Whether it is like an
         earlier one is found from what all ranks said, so that all find the same."""
-        local = [shapes.q_rows, shapes.kv_rows, self.backend]
+        local = [shapes.q_rows, shapes.kv_rows, self.backend, *place]
         common = {"operation": operation} | shapes.common() | options.record()
         records = self.agree(common | {"local": local})
         # Sinks are compared, but a plan only depends on whether there are any.
         common["sink"] = options.sink is not None
         key = json.dumps([common, [record["local"] for record in records]])
         if key not in self._kept:
-            self._kept[key] = self._prepare(records, shapes, options)
+            self._kept[key] = self._prepare(records, shapes, place, options)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -113,23 +129,42 @@ class Caller:
                 {r: f"{n}, its share is {s}" for r, (n, s) in enumerate(pairs)},
             )
 
+    def shard(self, x: Array, axis: int) -> Array:
+        """This rank's rows of a whole array."""
+        transport = self.transport
+        runs = self.options.partition.runs(x.shape[axis], transport.size, transport.rank)
+        return shard_of(x, runs, axis, self.gpu)
+
+    def gpu(self, index: int) -> CudaDevice:
+        """This rank's stream and kernels on a GPU."""
+        if index not in self._devices:
+            self._devices[index] = CudaDevice(index)
+        return self._devices[index]
+
     def close(self) -> None:
         """Close the backends; no further call."""
         self._closed = True
         for backend in list(self._backends.values()):
             backend.close()
 
-    def _prepare(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Prepared:
-        failure, prepared = None, None
+    def _prepare(
+        self, records: list[Record], shapes: Shapes, place: Place, call: CallOptions
+    ) -> Prepared:
+        failure, prepared, alike = None, None, {}
         try:
-            prepared = self._prepare_here(records, shapes, call)
+            prepared = self._prepare_here(records, shapes, place, call)
+            alike = {"the kind of device": prepared.device.kind}
         except Exception as error:
             failure = error
-        agree_ready(self.transport, failure, max(self.options.timeout, _PREPARE_TIMEOUT))
+        timeout = max(self.options.timeout, _PREPARE_TIMEOUT)
+        agree_ready(self.transport, alike, failure, timeout)
         assert prepared is not None
+        prepared.transport.attach(prepared.device, timeout)
         return prepared
 
-    def _prepare_here(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Prepared:
+    def _prepare_here(
+        self, records: list[Record], shapes: Shapes, place: Place, call: CallOptions
+    ) -> Prepared:
         rank, options = self.transport.rank, self.options
         backward = records[rank]["operation"] == "backward"
         problem = self._problem(records, shapes, call)
@@ -141,11 +176,14 @@ class Caller:
             backward=backward,
             travel=options.travel,
         )
-        name, backend = self._choose_backend(problem, backward)
-        backend.prepare(problem)
+        name, backend, device = self._choose_backend(problem, backward, place)
+        with device.running():
+            device.prepare(problem.dtype)
+            backend.prepare(problem)
         steps = planned.backward_steps(rank) if backward else planned.steps(rank)
         seen = _seen_rows(planned, rank) if backward and problem.sink else None
-        return Prepared(problem, steps, planned.travel, name, backend, seen)
+        transport = self._transport_for(device)
+        return Prepared(problem, steps, planned.travel, name, backend, device, transport, seen=seen)
 
     def _problem(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Problem:
         """The whole problem, from what every rank said of its part."""
@@ -155,13 +193,28 @@ class Caller:
         lengths = sum(q_rows), sum(kv_rows)
         return call.problem(shapes, *lengths)
 
-    def _choose_backend(self, problem: Problem, backward: bool) -> tuple[str, Backend]:
+    def _transport_for(self, device: Device) -> Transport:
+        """The ring's own, or what brings a GPU's arrays to it by way of the host."""
+        if isinstance(device, CudaDevice) and self.transport.device == "cpu":
+            if self._staged is None or self._staged.on is not device:
+                self._staged = StagedTransport(self.transport, device)
+            return self._staged
+        return self.transport
+
+    def _choose_backend(
+        self, problem: Problem, backward: bool, place: Place
+    ) -> tuple[str, Backend, Device]:
         auto = self.backend == "auto"
         names = [spec.name for spec in registry().candidates()] if auto else [self.backend]
         refusals = []
         for name in names:
             try:
-                backend = self._load(name)
+                refusal = self._misplaced(name, place)
+                if refusal is not None:
+                    refusals.append(f"backend {name}: {refusal}")
+                    continue
+                device = self._device_of(name, place)
+                backend = self._load(name, device)
             except BackendUnavailable as error:
                 if not auto:
                     raise
@@ -173,16 +226,38 @@ class Caller:
             if refusal is None and backward and not backend.backward:
                 refusal = "backward is not implemented"
             if refusal is None:
-                return name, backend
+                return name, backend, device
             refusals.append(f"backend {name}: {refusal}")
         if not refusals:
             raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
         raise Unsupported("; ".join(refusals))
 
-    def _load(self, name: str) -> Backend:
-        if name not in self._backends:
-            self._backends[name] = registry().load(name, BackendContext(self._threads))
-        return self._backends[name]
+    def _misplaced(self, name: str, place: Place) -> str | None:
+        """Why a backend cannot compute on arrays that lie there, or move them by this ring."""
+        if registry().backend(name).device == "cuda":
+            return None
+        if place[0] == "cuda":
+            return "it computes on the host, and q, k and v lie on a GPU"
+        if self.transport.device == "cuda":
+            return "it computes on the host, and the ring's transport moves arrays of GPUs"
+        return None
+
+    def _device_of(self, name: str, place: Place) -> Device:
+        """The GPU on which the arrays lie; for arrays of the host, the ranks of a machine take
+        its GPUs in turn."""
+        if registry().backend(name).device == "cpu":
+            return HOST
+        kind, index = place
+        if kind == "cpu":
+            index = self.transport.local_rank % cupy().cuda.runtime.getDeviceCount()
+        return self.gpu(index)
+
+    def _load(self, name: str, device: Device) -> Backend:
+        key = name, device
+        if key not in self._backends:
+            context = BackendContext(self._threads, device)
+            self._backends[key] = registry().load(name, context)
+        return self._backends[key]
 
 
 def _seen_rows(planned: Plan, rank: int) -> Array:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ringrt.device import Kind, kind_of
 from ringrt.errors import ConfigError, HandoffError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import ITEMSIZE, state_dtype
@@ -33,14 +34,46 @@ class Shapes:
         return {name: getattr(self, name) for name in self.COMMON}
 
 
-def as_numpy(name: str, x: Any) -> Array:
-    """x itself, if it is a NumPy array; otherwise `HandoffError`."""
+def as_array(name: str, x: Any) -> Array:
+    """x itself, if it is a NumPy or CuPy array; otherwise `HandoffError`."""
     if isinstance(x, np.ma.MaskedArray):
         raise HandoffError(f"{name}: a masked array, whose mask would be ignored; pass a plain one")
-    if isinstance(x, np.ndarray):
-        return x
+    if kind_of(x) is not None:
+        array: Array = x
+        return array
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
-    raise HandoffError(f"{name}: a {kind} cannot be handed over yet; pass a NumPy array")
+    raise HandoffError(f"{name}: a {kind} cannot be handed over yet; pass a NumPy or CuPy array")
+
+
+def as_numpy(name: str, x: Any) -> Array:
+    """A NumPy array: x itself, or what a CuPy array holds, for which this waits."""
+    array = as_array(name, x)
+    if isinstance(array, np.ndarray):
+        return array
+    host: Array = array.get()
+    return host
+
+
+def one_place(**arrays: Array) -> tuple[Kind, int]:
+    """Where all of these arrays lie: a kind of device, and which of them. `HandoffError` unless
+    that is one place."""
+    places = {name: (kind_of(x), _number(x)) for name, x in arrays.items()}
+    first = next(iter(arrays))
+    for name, place in places.items():
+        if place != places[first]:
+            texts = [f"{n} on {_place_name(*places[n])}" for n in (first, name)]
+            raise HandoffError(f"{', '.join(texts)}: they must lie on one device")
+    kind, number = places[first]
+    assert kind is not None
+    return kind, number
+
+
+def _number(x: Array) -> int:
+    return 0 if isinstance(x, np.ndarray) else int(x.device.id)
+
+
+def _place_name(kind: Kind | None, number: int) -> str:
+    return "the host" if kind == "cpu" else f"GPU {number}"
 
 
 def dtype_name(x: Array) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ringrt.errors import ConfigError, PeerLost, RankMismatch
-from ringrt.inputs import as_numpy, check_arrays, check_result
-from ringrt.plan import Partition, get_partition
+from ringrt.inputs import as_array, check_arrays, check_result, one_place
+from ringrt.places import unshard_like, wait_for_caller
+from ringrt.plan import get_partition
 from ringrt.plan.mask import is_whole
-from ringrt.plan.partition import Array, shard, unshard
+from ringrt.plan.partition import Array
 from ringrt.registry import registry
 from ringrt.ring import Ring
 from ringrt.transport import Transport
@@ -36,11 +37,8 @@ def run_threads(
     """
     if not is_whole(ranks) or ranks < 1:
         raise ConfigError("ranks", "a whole number of at least 1", repr(ranks))
-    group = registry().transport(transport).group
-    if group is None:
-        raise ConfigError("transport", "one whose ranks are threads", repr(transport))
     job = _Job(fn, {"timeout": timeout, **options})
-    ends = group(int(ranks))
+    ends = registry().group(transport, int(ranks))
     threads = [
         threading.Thread(target=job.run, args=(end,), name=f"ringrt-{end.rank}", daemon=True)
         for end in ends
@@ -76,12 +74,13 @@ def attention(
 ) -> tuple[Array, Array]:
     """Attention over whole arrays, on `ranks` thread ranks. Shapes and `options` as for
     `Ring.attention`; returns the whole out and lse."""
-    arrays = [as_numpy(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    arrays = [as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     check_arrays(*arrays)
+    wait_for_caller(one_place(q=arrays[0], k=arrays[1], v=arrays[2]))
     rule = get_partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, Array]:
-        return ring.attention(*_shards(rule, ring, arrays), **options)
+        return ring.attention(*map(ring.cut, arrays), **options)
 
     results = run_threads(
         on_rank,
@@ -93,7 +92,7 @@ def attention(
         timeout=timeout,
     )
     outs, lses = zip(*results, strict=True)
-    return unshard(outs, rule), unshard(lses, rule, axis=2)
+    return unshard_like(outs, rule), unshard_like(lses, rule, axis=2)
 
 
 def attention_backward(
@@ -116,12 +115,13 @@ def attention_backward(
     """The gradients over whole arrays, on `ranks` thread ranks: (dq, dk, dv), or with `sink`
     (dq, dk, dv, dsink). Shapes and `options` as for `Ring.attention_backward`."""
     names = ("dout", "q", "k", "v", "out", "lse")
-    arrays = [as_numpy(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
+    arrays = [as_array(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
     check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:])
+    wait_for_caller(one_place(**dict(zip(names, arrays, strict=True))))
     rule = get_partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, ...]:
-        shards = _shards(rule, ring, arrays[:5]) + _shards(rule, ring, arrays[5:], axis=2)
+        shards = [*map(ring.cut, arrays[:5]), ring.cut(arrays[5], axis=2)]
         return ring.attention_backward(*shards, **options)
 
     results = run_threads(
@@ -135,12 +135,8 @@ def attention_backward(
         timeout=timeout,
     )
     gradients = list(zip(*results, strict=True))
-    return (*(unshard(shards, rule) for shards in gradients[:3]), *(x[0] for x in gradients[3:]))
-
-
-def _shards(rule: Partition, ring: Ring, arrays: list[Array], axis: int = 1) -> list[Array]:
-    """The rank's shards of whole arrays, without asking the other ranks."""
-    return [shard(x, rule.runs(x.shape[axis], ring.size, ring.rank), axis) for x in arrays]
+    wholes = [unshard_like(shards, rule) for shards in gradients[:3]]
+    return (*wholes, *(x[0] for x in gradients[3:]))
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -56,9 +56,22 @@ class Registry:
             raise TransportUnavailable(f"transport {name}: {missing}")
         return spec
 
-    def connect(self, name: str) -> Transport:
-        """Join the ring of all processes that the transport's launcher started."""
+    def group(self, name: str, size: int) -> Sequence[Transport]:
+        """The ends of a new ring of thread ranks."""
         spec = self.transport(name)
+        if spec.over is not None:
+            return [spec.over(end) for end in self.group("threads", size)]
+        if spec.group is None:
+            raise ConfigError("transport", "one whose ranks are threads", repr(name))
+        return spec.group(size)
+
+    def connect(self, name: str) -> Transport:
+        """Join the ring of all processes that the transport's launcher started; for one that only
+        moves data, that launcher's own transport is the control plane."""
+        spec = self.transport(name)
+        if spec.over is not None:
+            launched = self.launched()
+            return spec.over(self.connect(launched[0].name if launched else "mpi"))
         if spec.connect is None:
             raise TransportUnavailable(f"transport {name}: its ranks are threads, not processes")
         try:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from ringrt.calls import Caller, RingOptions
+from ringrt.calls import Caller, Prepared, RingOptions
+from ringrt.capture import CapturedPass, check_capturable
 from ringrt.engine.agree import gather, tell_failure
-from ringrt.engine.backward import Tensors, backward, row_delta, sink_gradient
-from ringrt.engine.forward import OnStep, forward
+from ringrt.engine.backward import Tensors, backward
+from ringrt.engine.compute import OnStep, Pass
+from ringrt.engine.forward import forward
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError, RingrtError
-from ringrt.inputs import as_numpy, check_arrays, check_result, dtype_name
+from ringrt.inputs import (
+    Shapes,
+    as_array,
+    as_numpy,
+    check_arrays,
+    check_result,
+    dtype_name,
+    one_place,
+)
 from ringrt.options import CallOptions, is_number
+from ringrt.places import give_back, put_like
 from ringrt.plan import Mask, get_partition
 from ringrt.plan.choose import check_names
 from ringrt.plan.mask import is_whole
-from ringrt.plan.partition import Array, shard, unshard
+from ringrt.plan.partition import Array, unshard
 from ringrt.registry import registry
 from ringrt.transport import Transport
 
@@ -63,16 +75,21 @@ class Ring:
         self.on_step: OnStep | None = None
 
     @classmethod
-    def from_mpi(cls, comm: Any = None, **options: Any) -> Ring:
+    def from_mpi(cls, comm: Any = None, *, transport: str = "mpi", **options: Any) -> Ring:
         """The ring of all processes that mpirun started, or of an mpi4py communicator.
-        `options` as for `Ring`. Raises `TransportError` without mpi4py. Joining blocks inside
-        MPI until every rank has come."""
-        if comm is None:
-            return cls.join(registry().connect("mpi"), **options)
+        `transport` is what moves K,V: mpi, or nccl between GPUs. `options` as for `Ring`. Raises
+        `TransportError` without mpi4py. Joining blocks inside MPI until every rank has come."""
+        over = registry().transport(transport).over
+        if transport != "mpi" and over is None:
+            raise ConfigError("transport", "mpi, or one that works over it", repr(transport))
         registry().transport("mpi")
-        from ringrt.transports.mpi import MpiTransport
+        if comm is None:
+            end = registry().connect("mpi")
+        else:
+            from ringrt.transports.mpi import MpiTransport
 
-        return cls.join(MpiTransport(comm), **options)
+            end = MpiTransport(comm)
+        return cls.join(over(end) if over else end, **options)
 
     @classmethod
     def join(cls, transport: Transport, **options: Any) -> Ring:
@@ -121,8 +138,11 @@ class Ring:
             array = _array_with_axis(x, axis)
             record = {"operation": "shard", "axis": axis, "length": array.shape[axis]}
         self._caller.agree(record)
-        partition = self._caller.options.partition
-        return shard(array, partition.runs(array.shape[axis], self.size, self.rank), axis)
+        return self._caller.shard(array, axis)
+
+    def cut(self, x: Any, axis: int = 1) -> Array:
+        """As `shard`, without asking the other ranks whether they hold the like: not collective."""
+        return self._caller.shard(_array_with_axis(x, axis), axis)
 
     def unshard(self, x: Any, axis: int = 1) -> Array:
         """The whole array, on every rank, from every rank's shard."""
@@ -134,12 +154,13 @@ class Ring:
         records = self._caller.agree(record)
         rows = [each["local"][0] for each in records]
         self._caller.check_shares("rows", rows)
-        raw = gather(self._transport, np.ascontiguousarray(array).tobytes(), self.timeout)
+        host = as_numpy("x", array)
+        raw = gather(self._transport, np.ascontiguousarray(host).tobytes(), self.timeout)
         shards = [
             np.frombuffer(data, array.dtype).reshape(*rest[:axis], count, *rest[axis:])
             for data, count in zip(raw, rows, strict=True)
         ]
-        return unshard(shards, self._caller.options.partition, axis)
+        return put_like(unshard(shards, self._caller.options.partition, axis), array)
 
     def attention(
         self,
@@ -184,28 +205,37 @@ class Ring:
         ring cannot be used after those.
         """
         with self._caller.telling():
-            q, k, v = as_numpy("q", q), as_numpy("k", k), as_numpy("v", v)
-            shapes = check_arrays(q, k, v)
+            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+            shapes, place = check_arrays(q, k, v), one_place(q=q, k=k, v=v)
             named = {"causal": causal, "window": window, "documents": documents, "prefix": prefix,
                      "sink_tokens": sink_tokens, "mask": mask, "scale": scale, "softcap": softcap,
                      "sink": sink, "length": length}  # fmt: skip
             options = CallOptions.of("Ring.attention", shapes, named | others)
-        call = self._caller.prepare("forward", shapes, options)
-        self.stats = PassStats(self.rank, call.backend_name, tokens=shapes.q_rows)
-        with _AbortOnError(self._transport):
-            return forward(
-                q,
-                k,
-                v,
-                options.sink,
-                call.problem,
-                call.steps,
-                call.backend,
-                self._transport,
-                self.stats,
-                self.timeout,
-                self.on_step,
+        call = self._caller.prepare("forward", shapes, place, options)
+        with self._running(call, shapes) as run:
+            q_here, k_here, v_here = (call.device.place(x) for x in (q, k, v))
+            out, lse = forward(
+                q_here, k_here, v_here, options.sink, call.problem, call.steps, call.backend, run
             )
+            return give_back(call.device, out, q), give_back(call.device, lse, q)
+
+    def capture(self, q: Any, k: Any, v: Any, **options: Any) -> CapturedPass:
+        """`attention` of CuPy arrays as a CUDA graph: the pass is run once, then captured, and
+        `replay()` on the result runs it again on what q, k and v then hold, with next to no work
+        for the host. Collective, and so is each replay. Arguments as for `attention`; a call on
+        the host, or with a transport other than nccl, is `Unsupported`."""
+        with self._caller.telling():
+            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+            shapes, place = check_arrays(q, k, v), one_place(q=q, k=k, v=v)
+            given = CallOptions.of("Ring.capture", shapes, options)
+        call = self._caller.prepare("forward", shapes, place, given)
+        check_capturable(call, q=q, k=k, v=v)
+        arrays = call.device.place(q), call.device.place(k), call.device.place(v)
+        try:
+            return CapturedPass(call, arrays, given.sink, self.timeout)
+        except BaseException as error:
+            self._transport.abort(str(error) or type(error).__name__)
+            raise
 
     def attention_backward(
         self,
@@ -225,30 +255,29 @@ class Ring:
         Errors as for `attention`.
         """
         with self._caller.telling():
-            q, k, v = as_numpy("q", q), as_numpy("k", k), as_numpy("v", v)
+            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
             shapes = check_arrays(q, k, v)
-            dout, out, lse = as_numpy("dout", dout), as_numpy("out", out), as_numpy("lse", lse)
+            dout, out, lse = as_array("dout", dout), as_array("out", out), as_array("lse", lse)
             check_result(shapes, dout, out, lse)
+            place = one_place(q=q, k=k, v=v, dout=dout, out=out, lse=lse)
             given = CallOptions.of("Ring.attention_backward", shapes, options)
-        call = self._caller.prepare("backward", shapes, given)
-        self.stats = PassStats(self.rank, call.backend_name, tokens=shapes.q_rows)
-        lse = np.ascontiguousarray(lse)
-        delta = row_delta(dout, out, lse.dtype.name)
-        with _AbortOnError(self._transport):
-            gradients: tuple[Array, ...] = backward(
-                Tensors(q, k, v, dout, lse, delta),
-                call.problem,
-                call.steps,
-                call.travel,
-                call.backend,
-                self._transport,
-                self.stats,
-                self.timeout,
-                self.on_step,
+        call = self._caller.prepare("backward", shapes, place, given)
+        device = call.device
+        with self._running(call, shapes) as run:
+            dout = device.place(dout)
+            tensors = Tensors(
+                q=device.place(q),
+                k=device.place(k),
+                v=device.place(v),
+                dout=dout,
+                lse=device.take(device.place(lse), slice(None), 2),
+                delta=device.row_delta(dout, device.place(out), shapes.dtype),
             )
+            sums = backward(tensors, call.problem, call.steps, call.travel, call.backend, run)
+            gradients: tuple[Array, ...] = tuple(give_back(device, x, q) for x in sums)
             if given.sink is not None and call.seen is not None:
-                part = sink_gradient(given.sink, lse, delta, call.seen)
-                gradients += (self._sum_sinks(part, given.sink),)
+                part = device.sink_gradient(given.sink, tensors.lse, tensors.delta, call.seen)
+                gradients += (put_like(self._sum_sinks(part, given.sink), q),)
         return gradients
 
     def close(self) -> None:
@@ -270,6 +299,17 @@ class Ring:
             self._transport.abort(f"{type(error).__name__}: {error}")
         self.close()
 
+    @contextlib.contextmanager
+    def _running(self, call: Prepared, shapes: Shapes) -> Iterator[Pass]:
+        """A pass while data moves: whatever goes wrong here must reach the other ranks."""
+        self.stats = PassStats(self.rank, call.backend_name, tokens=shapes.q_rows)
+        try:
+            with call.device.running():
+                yield Pass(call.device, call.transport, self.stats, self.timeout, self.on_step)
+        except BaseException as error:
+            self._transport.abort(str(error) or type(error).__name__)
+            raise
+
     def _sum_sinks(self, part: Array, sink: Array) -> Array:
         """The sum of all ranks' parts, in rank order, so that it is the same everywhere."""
         raw = gather(self._transport, part.astype(np.float64).tobytes(), self.timeout)
@@ -278,22 +318,8 @@ class Ring:
             return np.asarray(total.astype(sink.dtype))
 
 
-class _AbortOnError:
-    """While data moves, whatever goes wrong here must reach the other ranks."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._transport.abort(str(error) or type(error).__name__)
-
-
 def _array_with_axis(x: Any, axis: int) -> Array:
-    array = as_numpy("x", x)
+    array = as_array("x", x)
     if not isinstance(axis, int) or not 0 <= axis < array.ndim:
         raise ConfigError("axis", f"an axis of an array of {array.ndim} dimensions", axis)
     return array

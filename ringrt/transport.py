@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ringrt.backend import Stream
+from ringrt.device import Device, Kind, Mark
 from ringrt.plan.partition import Array
 
 
@@ -25,13 +26,18 @@ class Message:
 class Ticket(Protocol):
     """An exchange under way."""
 
+    @property
+    def span(self) -> tuple[Mark, Mark] | None:
+        """Between which marks of the device it took place, where it runs on one; else None."""
+
     def progress(self) -> bool:
         """Give the transport a chance to move data, without waiting; True once complete.
         Raises `PeerLost` if the exchange can no longer complete."""
 
     def wait(self, timeout: float) -> None:
-        """Return once all is sent and received. `timeout` is in seconds. Raises
-        `ExchangeTimeout` naming rank, peer, ring step and bytes, or `PeerLost`."""
+        """Return once all is sent and received; on a device, once what is queued from now on
+        the stream comes behind that. `timeout` is in seconds. Raises `ExchangeTimeout` naming
+        rank, peer, ring step and bytes, or `PeerLost`; on a device `Transport.settle` does."""
 
 
 class Transport(Protocol):
@@ -40,10 +46,18 @@ class Transport(Protocol):
     #: This rank, and how many there are.
     rank: int
     size: int
-    #: Ranks on this machine, for sharing its cores.
+    #: The like among the ranks on this machine, for sharing its cores and GPUs.
+    local_rank: int
     local_size: int
+    #: The kind of device on which the arrays of `exchange` lie.
+    device: Kind
+    #: Exchanges can be captured into a CUDA graph: the host takes no part in them.
+    captures: bool
     #: Large messages move only while `Ticket.progress` or `wait` is being called.
     needs_progress: bool
+
+    def attach(self, device: Device, timeout: float) -> None:
+        """Told before the first exchange, and when the device changes. Collective."""
 
     def exchange(
         self,
@@ -57,7 +71,16 @@ class Transport(Protocol):
         messages match in the order given.
 
         Until the ticket is complete the transport owns the buffers: sent ones may be read but
-        not written, received ones not touched. `step` is for error messages."""
+        not written, received ones not touched. On a device the exchange comes behind what the
+        stream holds so far, and runs beside what is queued later. `step` is for error
+        messages."""
+
+    def settle(self, timeout: float) -> None:
+        """At the end of a pass: return once every exchange begun is complete. Raises as
+        `Ticket.wait`."""
+
+    def poll(self) -> None:
+        """Raise `PeerLost` if another rank has failed; return at once."""
 
     def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
         """Every rank's payload, in rank order. Collective. Raises `ExchangeTimeout` naming the
@@ -72,6 +95,19 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Leave in good order. Others that still wait for this rank get `PeerLost`."""
+
+
+class HostTransport:
+    """What is the same for every transport between hosts: nothing happens behind one's back."""
+
+    device: Kind = "cpu"
+    captures = False
+
+    def attach(self, device: Device, timeout: float) -> None:
+        """See `Transport.attach`."""
+
+    def settle(self, timeout: float) -> None:
+        """See `Transport.settle`: every ticket has been waited for."""
 
 
 class Launch(NamedTuple):
@@ -90,7 +126,8 @@ class TransportSpec:
     A transport between processes has `launched()`, which looks (at the environment, no more)
     whether its launcher started this process, and `connect()`, which joins the ring of all
     processes so started. A transport between thread ranks has `group(size)`, which makes the
-    ends of a new ring, one for each rank.
+    ends of a new ring, one for each rank. A transport that only moves data has `over(end)`, which
+    makes its end of a ring from that of another transport, which stays its control plane.
     """
 
     name: str
@@ -99,3 +136,4 @@ class TransportSpec:
     launched: Callable[[], Launch | None] | None = None
     connect: Callable[[], Transport] | None = None
     group: Callable[[int], Sequence[Transport]] | None = None
+    over: Callable[[Transport], Transport] | None = None

@@ -11,6 +11,7 @@ from masks import mask_options, visible
 import oracle
 import ringrt
 from ringrt import Mask, Piece
+from ringrt.device.host import HOST
 from support import BACKENDS, PARTITIONS as NAMES, assert_close, random_qkv
 
 SCHEDULES = ("ring", "direct")
@@ -310,7 +311,7 @@ class _Spy:
                 added = [new - old for new, old in zip(after, before, strict=True)]
                 spy.backward.append((spy.owner(ring), (*added, spy.held())))
 
-        ring._caller._backends["reference"] = Backend()
+        ring._caller._backends["reference", HOST] = Backend()
         ring.on_step = lambda done, total: None
 
     def owner(self, ring):

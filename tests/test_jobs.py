@@ -110,10 +110,10 @@ def test_backward_verifies_itself(tmp_path, name, options):
 
 
 def test_a_wrong_sink_gradient_fails_verification(tmp_path, monkeypatch):
-    from ringrt import ring
+    from ringrt.device.host import HostDevice
 
-    right = ring.sink_gradient
-    monkeypatch.setattr(ring, "sink_gradient", lambda *a: 1.001 * right(*a))
+    right = HostDevice.sink_gradient
+    monkeypatch.setattr(HostDevice, "sink_gradient", lambda *a: 1.001 * right(*a))
     sections = {"attention": {"sink": [0.5, 2.0, 0.0, -1.0]}, "passes": ["forward", "backward"]}
     report = run(loaded(tmp_path, **sections))
     wrong = [name for name, f in report.verdict.figures.items() if not f.excess <= f.bound]

@@ -68,8 +68,11 @@ def test_arrays(change, message):
         ({"length": 13}, r"length: expected \(13, 13\) by the argument, got \(12, 12\)"),
         ({"partition": "diagonal"}, "partition: expected contiguous or striped or zigzag"),
         ({"schedule": "star"}, "schedule: expected auto or ring or direct, got 'star'"),
-        ({"backend": "abacus"}, "backend: expected auto or cpu or null or reference"),
-        ({"transport": "pigeon"}, "transport: expected auto or mpi or threads"),
+        (
+            {"backend": "abacus"},
+            "backend: expected auto or cpu or cupy or null or numba or reference",
+        ),
+        ({"transport": "pigeon"}, "transport: expected auto or mpi or nccl or threads"),
         ({"transport": "mpi"}, "transport: expected one whose ranks are threads, got 'mpi'"),
         ({"ranks": 0}, "ranks: expected a whole number of at least 1, got 0"),
         ({"timeout": 0}, "timeout: expected a number of seconds > 0, got 0"),

@@ -10,6 +10,7 @@ import pytest
 
 import ringrt
 from ringrt import ExchangeTimeout, KernelError, PeerLost, TransportError
+from ringrt.device.host import HOST
 from ringrt.transport import Message
 from ringrt.transports.threads import thread_group
 from ringrt_backends.reference import ReferenceBackend
@@ -173,7 +174,7 @@ def with_failing_rank(action, at=2, ranks=3, timeout=10, faulty=1):
     def on_rank(ring):
         shards = [ring.shard(x) for x in (q, k, v)]
         if ring.rank == faulty:
-            ring._caller._backends["reference"] = Failing(action, at)
+            ring._caller._backends["reference", HOST] = Failing(action, at)
         return ring.attention(*shards)
 
     ringrt.run_threads(on_rank, ranks, backend="reference", timeout=timeout)
@@ -240,7 +241,7 @@ def test_a_ring_is_closed_to_use_after_a_failure():
     def on_rank(ring):
         shards = [ring.shard(x) for x in (q, k, v)]
         if ring.rank == 0:
-            ring._caller._backends["reference"] = Failing(lambda: 1 / 0, 1)
+            ring._caller._backends["reference", HOST] = Failing(lambda: 1 / 0, 1)
         for call in range(2):
             try:
                 ring.attention(*shards)

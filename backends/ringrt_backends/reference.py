@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ringrt.backend import Stream, band
+from ringrt.device.dtypes import numpy_dtype
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import Tile, TileTable
@@ -82,7 +82,8 @@ class ReferenceBackend:
         """out in the dtype of the problem, lse in its state dtype."""
         out, lse = state.softmax.finish()
         with np.errstate(over="ignore"):
-            return out.astype(_numpy(state.problem.dtype)), lse.astype(state.problem.state_dtype)
+            narrow = out.astype(numpy_dtype(state.problem.dtype))
+            return narrow, lse.astype(state.problem.state_dtype)
 
     def begin_backward(
         self,
@@ -184,7 +185,3 @@ def _per_kv_head(x: Array, problem: Problem, dtype: np.dtype[Any]) -> Array:
     batch, _, rows, dim = x.shape
     grouped = x.reshape(batch, problem.kv_heads, problem.group, rows, dim).sum(axis=2)
     return np.asarray(grouped.transpose(0, 2, 1, 3).astype(dtype))
-
-
-def _numpy(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

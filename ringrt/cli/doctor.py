@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringrt.calls import available_cores
+from ringrt.cli.doctor_cuda import findings
+from ringrt.device.driver import cupy
 from ringrt.launch import attention
 from ringrt.registry import missing_for, one_line, registry
 from ringrt.version import __version__
@@ -56,25 +58,41 @@ def examine() -> Iterator[Check]:
         missing = missing_for(spec)
         if missing is not None:
             yield _missing(f"backend {spec.name}", missing)
-        elif spec.priority is not None:
+        elif spec.priority is not None or spec.device == "cuda":
             yield _try_backend(spec.name)
     yield _try_mpi()
+    for part, works, detail, remedy in findings():
+        yield Check(part, works, detail, remedy)
+    yield _try_nccl()
 
 
-def _try_backend(name: str) -> Check:
+def _try_backend(name: str, transport: str = "threads") -> Check:
     """Two thread ranks against one of the reference backend."""
+    what = f"backend {name}" if transport == "threads" else f"transport {transport}"
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 33, heads, 16), dtype=np.float32) for heads in (4, 2, 2))
     essential = name == "reference"
     try:
         expected, _ = attention(q, k, v, ranks=1, backend="reference", causal=True)
-        out, _ = attention(q, k, v, ranks=2, backend=name, causal=True, timeout=_TRIAL_TIMEOUT)
+        out, _ = attention(
+            q, k, v, ranks=2, backend=name, transport=transport, causal=True, timeout=_TRIAL_TIMEOUT
+        )
     except Exception as error:
-        return Check(f"backend {name}", False, one_line(error), "report it", essential)
+        return Check(what, False, one_line(error), "report it", essential)
     error_size = float(np.max(abs(out - expected)))
     detail = f"two thread ranks, max difference to the definition {error_size:.1e}"
     right = error_size < 1e-5
-    return Check(f"backend {name}", right, detail, "" if right else "report it", essential)
+    return Check(what, right, detail, "" if right else "report it", essential)
+
+
+def _try_nccl() -> Check:
+    """Two thread ranks, with a GPU for each."""
+    missing = missing_for(registry().transports["nccl"])
+    if missing is not None:
+        return _missing("transport nccl", missing)
+    if cupy().cuda.runtime.getDeviceCount() < 2:
+        return Check("transport nccl", True, "not tried: there is one GPU")
+    return _try_backend("cupy", transport="nccl")
 
 
 def _try_mpi() -> Check:

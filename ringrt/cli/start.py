@@ -59,7 +59,7 @@ def start(path: Path, overrides: Sequence[str], ranks: int | None) -> Begun:
         failure = error
     if transport is not None:
         try:
-            agree_ready(transport, failure, _TIMEOUT)
+            agree_ready(transport, {}, failure, _TIMEOUT)
         except RingrtError:
             transport.close()
             raise
@@ -85,6 +85,9 @@ def _begin(
     else:
         raise ConfigError("--ranks", f"the {launch.size} processes started", ranks)
     check_job(loaded, size)
+    over = registry().transport(threads).over
+    if transport is not None and over is not None:
+        transport = over(transport)
     return Begun(loaded, size, threads, transport)
 
 
@@ -93,6 +96,8 @@ def _check_transport(name: str, launch: Launch | None) -> str:
     if name == "auto":
         return "threads"
     spec = registry().transport(name)
+    if spec.over is not None:
+        return name
     if launch is not None and spec.connect is None:
         raise ConfigError("ring.transport", "one between processes, under a launcher", name)
     if launch is None and spec.group is None:

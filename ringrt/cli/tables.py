@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ringrt.device.cuda import CudaDevice
+from ringrt.device.driver import simulated
+from ringrt.device.host import HOST
 from ringrt.errors import BackendUnavailable
 from ringrt.plan import HOME, Hop, Mask, Plan, Problem, Step
 from ringrt.plan.cost import count_steps, payload_bytes, sum_bytes
@@ -67,6 +70,10 @@ def _print_pass(console: Console, report: JobReport, name: str, planned: Plan) -
     seconds = max(each.stats.seconds for each in passes)
     tokens = planned.problem.batch * planned.problem.q_length
     rate = tokens / seconds if seconds else 0.0
+    on_gpu = {registry().backends[each.stats.backend].device for each in passes} == {"cuda"}
+    if on_gpu and simulated():
+        console.print("simulated: times would say nothing of a GPU")
+        return
     console.print(f"{rate:,.0f} tokens/s ({seconds:.3f} s)")
 
 
@@ -190,7 +197,8 @@ def _capabilities(spec: BackendSpec) -> str:
     from ringrt.backend import BackendContext
 
     try:
-        backend = registry().load(spec.name, BackendContext(threads=1))
+        device = CudaDevice(0) if spec.device == "cuda" else HOST
+        backend = registry().load(spec.name, BackendContext(threads=1, device=device))
     except BackendUnavailable as error:
         return f"nothing: {error}"
     able = [name for name in ITEMSIZE if backend.supports(_small(dtype=name)) is None]

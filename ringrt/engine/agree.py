@@ -23,10 +23,7 @@ def agree(transport: Transport, record: Record, timeout: float) -> list[Record]:
     raw = gather(transport, json.dumps(record, sort_keys=True).encode(), timeout)
     records = [json.loads(item) for item in raw]
     _raise_if_failed(records)
-    for field in _fields(records):
-        values = {rank: each.get(field, "(absent)") for rank, each in enumerate(records)}
-        if any(value != values[0] for value in values.values()):
-            raise RankMismatch(field, values)
+    _raise_if_different(records)
     return records
 
 
@@ -49,14 +46,25 @@ def tell_failure(transport: Transport, error: Exception, timeout: float) -> None
         gather(transport, json.dumps({"failure": str(error)}).encode(), timeout)
 
 
-def agree_ready(transport: Transport, failure: Exception | None, timeout: float) -> None:
-    """After each rank has prepared itself (plan, backend): raise unless all are ready. A rank
-    that is not raises its own error."""
-    record = {"failure": str(failure)} if failure else {}
-    raw = gather(transport, json.dumps(record).encode(), timeout)
+def agree_ready(
+    transport: Transport, record: Record, failure: Exception | None, timeout: float
+) -> None:
+    """After each rank has prepared itself (plan, backend): raise unless all are ready, and alike
+    in the fields of `record`. A rank that is not ready raises its own error."""
+    mine = {"failure": str(failure)} if failure else record
+    raw = gather(transport, json.dumps(mine).encode(), timeout)
     if failure:
         raise failure
-    _raise_if_failed([json.loads(item) for item in raw])
+    records = [json.loads(item) for item in raw]
+    _raise_if_failed(records)
+    _raise_if_different(records)
+
+
+def _raise_if_different(records: Sequence[Record]) -> None:
+    for field in _fields(records):
+        values = {rank: each.get(field, "(absent)") for rank, each in enumerate(records)}
+        if any(value != values[0] for value in values.values()):
+            raise RankMismatch(field, values)
 
 
 def _raise_if_failed(records: Sequence[Record]) -> None:

@@ -10,24 +10,20 @@ A sum for the shard of step s leaves during step s + 1, when the compute of step
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from ringrt.backend import Backend
-from ringrt.engine.compute import Computing, portions
-from ringrt.engine.exchange import Arrays, Exchange, take
-from ringrt.engine.forward import OnStep
-from ringrt.engine.stats import PassStats
+from ringrt.device import Device
+from ringrt.engine.compute import Pass, Tiled
+from ringrt.engine.exchange import Arrays, Exchange
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.rows import Rows
 from ringrt.plan.schedule import Step
-from ringrt.plan.tiles import TileTable
-from ringrt.transport import Transport
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,71 +39,45 @@ class Tensors:
     delta: Array
 
 
-def row_delta(dout: Array, out: Array, dtype: str) -> Array:
-    """delta = rowsum(dout · out) `[batch, heads, rows]`, summed in float64."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
-        return np.ascontiguousarray(product.astype(dtype))
-
-
-def sink_gradient(sink: Array, lse: Array, delta: Array, seen: Array) -> Array:
-    """This rank's part of dsink `[heads]`, float64: the sink's weight e^(sink − lse) in a row,
-    times (0 − delta), for its value is 0. `seen` bool `[rows]` are the rows that see a key: in
-    the others out is 0 whatever dout, so the sink changes nothing."""
-    shift = sink.astype(np.float64)[None, :, None] - lse[..., seen].astype(np.float64)
-    gradient: Array = -(np.exp(shift) * delta[..., seen].astype(np.float64)).sum(axis=(0, 2))
-    return np.where(sink == -np.inf, 0, gradient)
-
-
 def backward(
     tensors: Tensors,
     problem: Problem,
     steps: list[Step],
     travel: str,
     backend: Backend,
-    transport: Transport,
-    stats: PassStats,
-    timeout: float,
-    on_step: OnStep | None = None,
+    run: Pass,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv of this rank's shards, in the dtype of q, k and v. `steps` is its part of
-    the backward plan; `stats` is filled in."""
-    begin = time.perf_counter()
+    the backward plan."""
     make = _KvTravels if travel == "kv" else _QTravels
-    with Computing(stats, "at the start"):
-        side: _Side = make(tensors, problem, backend)
-    exchange = Exchange(side.travelling, side.axes, steps, transport, stats, side.sums)
+    with run.computing("at the start"):
+        side: _Side = make(tensors, problem, backend, run)
+    exchange = Exchange(side.travelling, side.axes, steps, run, side.sums)
     leaving: Arrays = ()
     for done, step in enumerate(steps, start=1):
         ticket, carried, arriving = exchange.post(step, leaving)
         part: Arrays = ()
         if len(step.tiles):
-            parts = _Paced(step, transport, stats, ticket.progress)
-            part = side.compute(exchange.present(step), parts, at_home=step.index == 0)
-        exchange.wait(ticket, timeout)
-        with np.errstate(invalid="ignore", over="ignore"):
-            leaving = _add_up(step, part, carried, side.sums)
-            _add_arrived(step, arriving, side.sums)
-        stats.steps += 1
-        if on_step:
-            on_step(done, len(steps))
-    with Computing(stats, "at the end"):
-        dq, dk, dv = side.finish()
-    stats.seconds = time.perf_counter() - begin
-    with np.errstate(over="ignore"):
-        dtype = tensors.q.dtype
-        return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+            part = side.compute(exchange.present(step), step, ticket.progress)
+        exchange.wait(step, ticket)
+        leaving = _add_up(step, part, carried, side.sums, run.device)
+        _add_arrived(step, arriving, side.sums, run.device)
+        run.done(done, len(steps))
+    with run.computing("at the end"):
+        dq, dk, dv = (run.device.rounded(x, problem.dtype) for x in side.finish())
+    run.finish()
+    return dq, dk, dv
 
 
-def _add_arrived(step: Step, arrived: Arrays, sums: Arrays) -> None:
+def _add_arrived(step: Step, arrived: Arrays, sums: Arrays, device: Device) -> None:
     """Add what came home to this rank's own sums."""
     if step.home is None:
         return
     for total, more in zip(sums, arrived, strict=True):
-        total[:, step.home.rows.within(Rows.all(total.shape[1]))] += more
+        device.add_rows(total, step.home.rows.within(Rows.all(total.shape[1])), more, _ALL)
 
 
-def _add_up(step: Step, part: Arrays, carried: Arrays, like: Arrays) -> Arrays:
+def _add_up(step: Step, part: Arrays, carried: Arrays, like: Arrays, device: Device) -> Arrays:
     """The sums for the step's shard, to leave in the next step: what was carried here and this
     rank's part, each at its own rows."""
     if not step.sums:
@@ -116,34 +86,18 @@ def _add_up(step: Step, part: Arrays, carried: Arrays, like: Arrays) -> Arrays:
         return part
     totals = []
     for index, x in enumerate(like):
-        total = np.zeros((x.shape[0], step.sums.count, *x.shape[2:]), x.dtype)
+        shape = x.shape[0], step.sums.count, *x.shape[2:]
+        total = device.zeros(shape, x.dtype.name)
         if step.carry:
-            total[:, step.carry.rows.within(step.sums)] = carried[index]
+            device.add_rows(total, step.carry.rows.within(step.sums), carried[index], _ALL)
         if part:
-            total[:, step.adds.within(step.sums)] += take(part[index], step.adds.within(step.rows))
+            to, rows = step.adds.within(step.sums), step.adds.within(step.rows)
+            device.add_rows(total, to, part[index], rows)
         totals.append(total)
     return tuple(totals)
 
 
-class _Paced:
-    """The tiles of a step, in the portions between which the transport makes progress."""
-
-    def __init__(
-        self, step: Step, transport: Transport, stats: PassStats, progress: Callable[[], bool]
-    ) -> None:
-        self._step, self._transport, self._stats = step, transport, stats
-        self._progress = progress
-
-    def run(self, compute: Callable[[TileTable], None]) -> None:
-        """Call `compute` on every portion."""
-        for tiles in portions(self._step, self._transport):
-            with self.timed():
-                compute(tiles)
-            self._progress()
-
-    def timed(self) -> Computing:
-        """Time in the backend, named by the step."""
-        return Computing(self._stats, f"in ring step {self._step.index}")
+Progress = Callable[[], object]
 
 
 class _Side(Protocol):
@@ -153,7 +107,7 @@ class _Side(Protocol):
     axes: tuple[int, ...]
     sums: Arrays
 
-    def compute(self, present: Arrays, paced: _Paced, at_home: bool) -> Arrays:
+    def compute(self, present: Arrays, step: Step, progress: Progress) -> Arrays:
         """Add the gradients of the present shard's tiles to what stays; return the part of its
         sums, at its rows in compact order. At home that part is added to `sums`."""
 
@@ -164,50 +118,56 @@ class _Side(Protocol):
 class _KvTravels:
     """q, dout, lse and delta stay, packed once by the backend, and dq with them."""
 
-    def __init__(self, tensors: Tensors, problem: Problem, backend: Backend) -> None:
-        self._backend = backend
-        t = tensors
-        self._grads = backend.begin_backward(t.q, t.dout, t.lse, t.delta, problem)
+    def __init__(self, tensors: Tensors, problem: Problem, backend: Backend, run: Pass) -> None:
+        self._backend, self._run, self._sums_dtype = backend, run, problem.state_dtype
+        t, stream = tensors, run.device.stream
+        self._grads = backend.begin_backward(t.q, t.dout, t.lse, t.delta, problem, stream)
         self.travelling: Arrays = (t.k, t.v)
         self.axes: tuple[int, ...] = (1, 1)
-        self.sums: Arrays = tuple(np.zeros(x.shape, problem.state_dtype) for x in (t.k, t.v))
+        self.sums: Arrays = self._zeros_like(self.travelling)
 
-    def compute(self, present: Arrays, paced: _Paced, at_home: bool) -> Arrays:
+    def compute(self, present: Arrays, step: Step, progress: Progress) -> Arrays:
         k, v = present
-        dtype = self.sums[0].dtype
-        dk, dv = self.sums if at_home else (np.zeros(x.shape, dtype) for x in present)
-        accumulate = self._backend.accumulate_backward
-        paced.run(lambda tiles: accumulate(self._grads, k, v, dk, dv, tiles))
+        dk, dv = self.sums if step.index == 0 else self._zeros_like(present)
+        accumulate, stream = self._backend.accumulate_backward, self._run.device.stream
+        add: Tiled = lambda tiles: accumulate(self._grads, k, v, dk, dv, tiles, stream)  # noqa: E731
+        self._run.step(step, progress, add)
         return dk, dv
 
     def finish(self) -> tuple[Array, Array, Array]:
         dk, dv = self.sums
-        return self._backend.finish_backward(self._grads), dk, dv
+        return self._backend.finish_backward(self._grads, self._run.device.stream), dk, dv
+
+    def _zeros_like(self, arrays: Arrays) -> Arrays:
+        return tuple(self._run.device.zeros(x.shape, self._sums_dtype) for x in arrays)
 
 
 class _QTravels:
     """k and v stay, and dk and dv with them."""
 
-    def __init__(self, tensors: Tensors, problem: Problem, backend: Backend) -> None:
-        self._backend, self._problem, t = backend, problem, tensors
+    def __init__(self, tensors: Tensors, problem: Problem, backend: Backend, run: Pass) -> None:
+        self._backend, self._problem, self._run, t = backend, problem, run, tensors
+        zeros = run.device.zeros
         self._k, self._v = t.k, t.v
-        self._dk, self._dv = (np.zeros(x.shape, problem.state_dtype) for x in (t.k, t.v))
+        self._dk, self._dv = (zeros(x.shape, problem.state_dtype) for x in (t.k, t.v))
         self.travelling: Arrays = (t.q, t.dout, t.lse, t.delta)
         self.axes: tuple[int, ...] = (1, 1, 2, 2)
-        self.sums: Arrays = (np.zeros(t.q.shape, problem.state_dtype),)
+        self.sums: Arrays = (zeros(t.q.shape, problem.state_dtype),)
 
-    def compute(self, present: Arrays, paced: _Paced, at_home: bool) -> Arrays:
-        q, dout, lse, delta = present
-        with paced.timed():
-            grads = self._backend.begin_backward(q, dout, lse, delta, self._problem)
-        accumulate = self._backend.accumulate_backward
-        kv_and_sums = self._k, self._v, self._dk, self._dv
-        paced.run(lambda tiles: accumulate(grads, *kv_and_sums, tiles))
-        with paced.timed():
-            dq = self._backend.finish_backward(grads)
-        if at_home:
-            with np.errstate(invalid="ignore"):
-                self.sums[0][...] += dq
+    def compute(self, present: Arrays, step: Step, progress: Progress) -> Arrays:
+        backend, run, stream = self._backend, self._run, self._run.device.stream
+        when = f"in ring step {step.index}"
+        with run.computing(when, step.index):
+            q, dout, lse, delta = present
+            grads = backend.begin_backward(q, dout, lse, delta, self._problem, stream)
+        fixed = self._k, self._v, self._dk, self._dv
+        run.step(
+            step, progress, lambda tiles: backend.accumulate_backward(grads, *fixed, tiles, stream)
+        )
+        with run.computing(when, step.index):
+            dq = backend.finish_backward(grads, stream)
+        if step.index == 0:
+            run.device.add_rows(self.sums[0], _ALL, dq, _ALL)
         return (dq,)
 
     def finish(self) -> tuple[Array, Array, Array]:

@@ -1,40 +1,81 @@
-"""Calling a backend: timed, in portions where the transport wants it, its errors mapped."""
+"""One pass of one rank: what it runs on, its calls of the backend, and its end."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from ringrt.engine.stats import PassStats
+from ringrt.device import Device
+from ringrt.engine.stats import PassStats, Recorder
 from ringrt.errors import KernelError, RingrtError
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import TileTable
 from ringrt.transport import Transport
 
+#: Called after each step with (steps done, steps in all).
+OnStep = Callable[[int, int], None]
+
 #: A transport that moves data only when it is tested gets that many chances in a step.
 _PROGRESS_CALLS = 16
 
 
-def portions(step: Step, transport: Transport) -> Iterator[TileTable]:
-    """The step's tiles, at once or with pauses in which the transport can make progress."""
-    moves = (step.send, step.recv, step.grad_send, step.carry, step.home)
-    count = _PROGRESS_CALLS if transport.needs_progress and any(moves) else 1
-    yield from (tiles for tiles in step.tiles.portions(count) if len(tiles))
+@dataclass(slots=True)
+class Pass:
+    """`timeout` is the deadline of every wait, in seconds. Made where the device is running."""
 
+    device: Device
+    transport: Transport
+    stats: PassStats
+    timeout: float
+    on_step: OnStep | None = None
+    recorder: Recorder = field(init=False)
 
-class Computing:
-    """Counts time in the backend, and turns what goes wrong there into a `KernelError`."""
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.device)
 
-    def __init__(self, stats: PassStats, when: str) -> None:
-        self._stats, self._when, self._begin = stats, when, 0.0
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._stats.compute_s += time.perf_counter() - self._begin
-        if isinstance(error, Exception) and not isinstance(error, RingrtError):
+    @contextlib.contextmanager
+    def computing(self, when: str, step: int = -1) -> Iterator[None]:
+        """Times the backend; turns what goes wrong there into a `KernelError`."""
+        begin = self.device.mark()
+        try:
+            yield
+        except RingrtError:
+            raise
+        except Exception as error:
             raise KernelError(
-                f"backend {self._stats.backend} failed on rank {self._stats.rank} {self._when}: "
+                f"backend {self.stats.backend} failed on rank {self.stats.rank} {when}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        self.recorder.note(step, "compute", begin, self.device.mark())
+
+    def step(self, step: Step, progress: Callable[[], object], compute: Tiled) -> None:
+        """Call `compute` on the step's tiles: at once, or in portions between which the
+        transport makes progress."""
+        for tiles in self._portions(step):
+            with self.computing(f"in ring step {step.index}", step.index):
+                compute(tiles)
+            progress()
+
+    def done(self, step: int, steps: int) -> None:
+        """So many steps are done."""
+        self.stats.steps = step
+        if self.on_step:
+            self.on_step(step, steps)
+
+    def finish(self) -> None:
+        """Wait for what is still under way, and fill in the times; a pass that is captured has
+        not run yet."""
+        if self.device.capturing:
+            return
+        end = self.device.mark()
+        self.transport.settle(self.timeout)
+        self.recorder.resolve(self.stats, end)
+
+    def _portions(self, step: Step) -> Iterator[TileTable]:
+        moves = (step.send, step.recv, step.grad_send, step.carry, step.home)
+        count = _PROGRESS_CALLS if self.transport.needs_progress and any(moves) else 1
+        yield from (tiles for tiles in step.tiles.portions(count) if len(tiles))
+
+
+Tiled = Callable[[TileTable], None]

@@ -15,17 +15,17 @@ of what lies here, they are packed first.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
-from ringrt.engine.stats import PassStats
+from ringrt.device import Mark
+from ringrt.engine.compute import Pass
 from ringrt.plan.cost import slot_rows
 from ringrt.plan.partition import Array
 from ringrt.plan.rows import Rows
 from ringrt.plan.schedule import HOME, Hop, Step
-from ringrt.transport import Message, Ticket, Transport
+from ringrt.transport import Message, Ticket
 
 Arrays = tuple[Array, ...]
 
@@ -36,23 +36,19 @@ class Exchange:
     any length, of the right shape and dtype otherwise."""
 
     def __init__(
-        self,
-        home: Arrays,
-        axes: tuple[int, ...],
-        steps: list[Step],
-        transport: Transport,
-        stats: PassStats,
-        sums: Arrays = (),
+        self, home: Arrays, axes: tuple[int, ...], steps: list[Step], run: Pass, sums: Arrays = ()
     ) -> None:
+        self._run, self._device, self._stats = run, run.device, run.stats
         rows = Rows.all(home[0].shape[axes[0]])
         if any(step.send and step.send.slot == HOME for step in steps):
-            home = tuple(np.ascontiguousarray(x) for x in home)
+            everything = slice(None)
+            home = tuple(self._device.take(x, everything, 1) for x in home)
         self._home, self._home_rows, self._axes, self._sums = home, rows, axes, sums
-        self._transport, self._stats = transport, stats
         self._slots = {slot: self._buffers(count) for slot, count in slot_rows(steps).items()}
         visiting = [buffer for slot in self._slots.values() for buffer in slot]
         self._held = sum(x.nbytes for x in (*home, *visiting))
-        stats.peak_kv_bytes = max(stats.peak_kv_bytes, self._held)
+        self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held)
+        self._posted: Mark = None
 
     def present(self, step: Step) -> Arrays:
         """The travelling arrays of the shard that the step computes on."""
@@ -70,13 +66,20 @@ class Exchange:
         recvs += self._messages(step.carry, carry) + self._messages(step.home, home)
         self._stats.bytes_sent += sum(message.data.nbytes for message in sends)
         self._stats.bytes_received += sum(message.data.nbytes for message in recvs)
-        return self._transport.exchange(sends, recvs, step=step.index), carry, home
+        self._posted = self._device.mark() if sends or recvs else None
+        stream = self._device.stream
+        ticket = self._run.transport.exchange(sends, recvs, step=step.index, stream=stream)
+        return ticket, carry, home
 
-    def wait(self, ticket: Ticket, timeout: float) -> None:
+    def wait(self, step: Step, ticket: Ticket) -> None:
         """Wait for the exchange; the time counts as waiting for peers."""
-        begin = time.perf_counter()
-        ticket.wait(timeout)
-        self._stats.wait_s += time.perf_counter() - begin
+        begin = self._device.mark()
+        ticket.wait(self._run.timeout)
+        end = self._device.mark()
+        self._run.recorder.note(step.index, "wait", begin, end)
+        if self._posted is not None:
+            span = ticket.span or (self._posted, end)
+            self._run.recorder.note(step.index, "exchange", *span)
 
     def _outgoing(self, step: Step) -> Arrays:
         """What the step sends, each array contiguous."""
@@ -85,12 +88,10 @@ class Exchange:
         at_home = step.send.slot == HOME
         source = self._home if at_home else self.present(step)
         index = step.send.rows.within(self._home_rows if at_home else step.rows)
-        packed = tuple(
-            np.ascontiguousarray(take(x, index, axis))
-            for x, axis in zip(source, self._axes, strict=True)
-        )
+        take = self._device.take
+        packed = tuple(take(x, index, axis) for x, axis in zip(source, self._axes, strict=True))
         pairs = zip(packed, source, strict=True)
-        extra = sum(new.nbytes for new, old in pairs if not np.may_share_memory(new, old))
+        extra = sum(new.nbytes for new, old in pairs if not _inside(new, old))
         self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held + extra)
         return packed
 
@@ -108,12 +109,13 @@ class Exchange:
         group, so that none has to be packed beside another."""
         shapes = [_resized(x, axis, rows) for x, axis in zip(self._home, self._axes, strict=True)]
         pairs = zip(shapes, self._home, strict=True)
-        return tuple(np.empty(int(np.prod(s)) * x.itemsize, np.uint8) for s, x in pairs)
+        return tuple(self._device.empty((_size(s) * x.itemsize,), "uint8") for s, x in pairs)
 
     def _new_sums(self, hop: Hop | None) -> Arrays:
         if hop is None:
             return ()
-        return tuple(np.empty(_resized(x, 1, hop.rows.count), x.dtype) for x in self._sums)
+        make = self._device.empty
+        return tuple(make(_resized(x, 1, hop.rows.count), x.dtype.name) for x in self._sums)
 
     def _messages(self, hop: Hop | None, arrays: Arrays) -> list[Message]:
         if hop is None:
@@ -121,10 +123,18 @@ class Exchange:
         return [Message(hop.peer, x.reshape(-1).view(np.uint8)) for x in arrays]
 
 
-def take(x: Array, index: Any, axis: int = 1) -> Array:
-    """Rows of x along an axis: a view where `index` is a slice."""
-    taken: Array = x[(*(slice(None),) * axis, index)]
-    return taken
+def _inside(part: Array, whole: Array) -> bool:
+    """Whether one lies in the memory of the other, which is contiguous."""
+    begin, at = (_address(x) for x in (whole, part))
+    return begin <= at < begin + max(whole.nbytes, 1)
+
+
+def _address(x: Array) -> int:
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
 
 
 def _resized(x: Array, axis: int, rows: int) -> tuple[int, ...]:
@@ -133,5 +143,4 @@ def _resized(x: Array, axis: int, rows: int) -> tuple[int, ...]:
 
 def _typed(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """The front of a raw buffer as an array: a slot is as large as its largest visitor."""
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    return buffer[:nbytes].view(dtype).reshape(shape)
+    return buffer[: _size(shape) * dtype.itemsize].view(dtype).reshape(shape)

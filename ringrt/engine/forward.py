@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from ringrt.backend import Backend
-from ringrt.engine.compute import Computing, portions
+from ringrt.engine.compute import Pass
 from ringrt.engine.exchange import Exchange
-from ringrt.engine.stats import PassStats
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.schedule import Step
-from ringrt.transport import Transport
-
-#: Called after each step with (steps done, steps in all).
-OnStep = Callable[[int, int], None]
 
 
 def forward(
@@ -26,30 +18,26 @@ def forward(
     problem: Problem,
     steps: list[Step],
     backend: Backend,
-    transport: Transport,
-    stats: PassStats,
-    timeout: float,
-    on_step: OnStep | None = None,
+    run: Pass,
 ) -> tuple[Array, Array]:
     """out `[batch, rows, q_heads, value_dim]` and lse `[batch, q_heads, rows]` of this rank's
-    queries. q, k, v are its shards, sink the logits `[q_heads]`; `steps` is its part of the
-    plan; `stats` is filled in."""
-    begin = time.perf_counter()
-    exchange = Exchange((k, v), (1, 1), steps, transport, stats)
-    with Computing(stats, "at the start"):
-        state = backend.begin(q, problem, sink)
+    queries. q, k, v are its shards, sink the logits `[q_heads]`, a NumPy array; `steps` is its
+    part of the plan."""
+    exchange = Exchange((k, v), (1, 1), steps, run)
+    stream = run.device.stream
+    with run.computing("at the start"):
+        state = backend.begin(q, problem, sink, stream)
     for done, step in enumerate(steps, start=1):
         ticket, _, _ = exchange.post(step)
         k_now, v_now = exchange.present(step)
-        for tiles in portions(step, transport):
-            with Computing(stats, f"in ring step {step.index}"):
-                backend.accumulate(state, k_now, v_now, tiles)
-            ticket.progress()
-        exchange.wait(ticket, timeout)
-        stats.steps += 1
-        if on_step:
-            on_step(done, len(steps))
-    with Computing(stats, "at the end"):
-        result = backend.finish(state)
-    stats.seconds = time.perf_counter() - begin
+        run.step(
+            step,
+            ticket.progress,
+            lambda tiles, k=k_now, v=v_now: backend.accumulate(state, k, v, tiles, stream),  # type: ignore[misc]
+        )
+        exchange.wait(step, ticket)
+        run.done(done, len(steps))
+    with run.computing("at the end"):
+        result = backend.finish(state, stream)
+    run.finish()
     return result

@@ -1,8 +1,23 @@
-"""What one rank did in one pass, counted as it happened."""
+"""What one rank did in one pass, counted and timed as it happened."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ringrt.device import Device, Mark
+
+What = Literal["compute", "exchange", "wait"]
+
+
+class Span(NamedTuple):
+    """What went on in a ring step (−1 before the first, or after the last), in seconds from the
+    pass's beginning. `wait` is a wait for the exchange after the compute of the step."""
+
+    step: int
+    what: What
+    begin: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -12,7 +27,8 @@ class PassStats:
     `peak_kv_bytes` is what the buffers of travelling tensors hold that were really made: the
     home shard, the slots, and what had to be packed to be sent. `seconds` is the pass from its
     first step to its result, of which `compute_s` was spent in the backend and `wait_s` waiting
-    for peers after the compute of a step.
+    for peers after the compute of a step; all by the clock of the device that computes, and in
+    `timeline` one by one.
     """
 
     rank: int
@@ -25,3 +41,38 @@ class PassStats:
     compute_s: float = 0.0
     wait_s: float = 0.0
     seconds: float = 0.0
+    timeline: list[Span] = field(default_factory=list)
+
+
+class Recorder:
+    """Notes marks while a pass runs, and turns them into times when it is over: a device's marks
+    say nothing before that."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._begin = device, device.mark()
+        self._noted: list[tuple[int, What, Mark, Mark]] = []
+
+    def note(self, step: int, what: What, begin: Mark, end: Mark) -> None:
+        """Something took place between two marks, unless there are none."""
+        if begin is not None and end is not None:
+            self._noted.append((step, what, begin, end))
+
+    def resolve(self, stats: PassStats, end: Mark) -> None:
+        """Fill in the times of a pass that ended at a mark."""
+        between = self._device.seconds_between
+        stats.timeline = [
+            Span(step, what, between(self._begin, begin), between(self._begin, end))
+            for step, what, begin, end in self._noted
+        ]
+        stats.seconds = between(self._begin, end)
+        stats.compute_s = self._total(stats, "compute")
+        stats.wait_s = self._total(stats, "wait")
+
+    def _total(self, stats: PassStats, what: What) -> float:
+        return sum((span.end - span.begin for span in stats.timeline if span.what == what), 0.0)
+
+
+def plain(stats: PassStats) -> dict[str, Any]:
+    """The counts and seconds, without the timeline."""
+    names = PassStats.__slots__
+    return {name: getattr(stats, name) for name in names if name != "timeline"}

@@ -53,7 +53,7 @@ def _together(ring: Ring, action: object) -> None:
         action()  # type: ignore[operator]
     except OSError as error:
         failure = ConfigError("output.path", "a file that can be written", error.strerror or error)
-    agree_ready(ring.transport, failure, ring.timeout)
+    agree_ready(ring.transport, {}, failure, ring.timeout)
 
 
 def _create(draft: Path, problem: Problem) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import TypeAdapter
 
+from ringrt.device.host import HOST
 from ringrt.engine.agree import agree, gather
-from ringrt.engine.backward import row_delta
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError
 from ringrt.inputs import Shapes
@@ -169,6 +169,7 @@ def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
             _sample(tensors.kv_runs, job.verify.rows),
             on_progress,
             options.get("sink"),
+            registry().backends[passes["forward"].stats.backend].rounds_weights,
         )
     ranks = _gather_reports(ring, RankReport(passes, verdict))
     report = JobReport(plans, ranks, written=None)
@@ -218,7 +219,7 @@ def _backward(
 
 def _with_statistics(ring: Ring, results: Results, dout: Array) -> Results:
     """With lse and delta of the whole sequence, which the checks of gradients need."""
-    delta = row_delta(dout, results.out, "float64")
+    delta = HOST.row_delta(dout, results.out, "float64")
     lse, delta = (ring.unshard(x, axis=2) for x in (results.lse, delta))
     return replace(results, whole_lse=lse, whole_delta=delta)
 

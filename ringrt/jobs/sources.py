@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import ml_dtypes
 import numpy as np
 
+from ringrt.device.dtypes import numpy_dtype
 from ringrt.errors import ConfigError
 from ringrt.inputs import check_arrays
 from ringrt.jobs.schema import FileInput, RandomInput
@@ -116,11 +116,6 @@ class _Normal:
 
 def _dout_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     return (*shapes["q"][:3], shapes["v"][3])
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name, bfloat16 included."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _open_safetensors(path: Path) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+from ringrt.device.dtypes import numpy_dtype
 from ringrt.jobs.oracle import Oracle, key_gradients, largest, sink_gradient
 from ringrt.jobs.sources import Source
 from ringrt.plan.mask import IntArray
@@ -28,6 +29,11 @@ _SCORES = 8_000_000
 #: docs/accuracy.md.
 _BOUND = {"float32": 2e-6, "float64": 1e-14}
 _VALUE, _SCORE, _GRADIENT = 8.0, 32.0, 4.0
+
+#: Where weights are rounded to 16 bits, out is off by at most that relative error of the largest
+#: value. A gradient sums many such errors of either sign, which by chance come to a few of its
+#: largest element.
+_WEIGHTS = 4.0
 
 
 @dataclass(slots=True)
@@ -108,9 +114,10 @@ def verify(
     keys: Sample,
     on_progress: Callable[[int, int], None],
     sink: Array | None = None,
+    rounds_weights: bool = False,
 ) -> Verdict:
     """Check the sampled rows: queries of out, lse and dq, keys of dk and dv. sink are the logits
-    `[q_heads]` of the problem, if it has them."""
+    `[q_heads]` of the problem, if it has them; `rounds_weights` as in `BackendSpec`."""
     verdict = Verdict(len(queries.local))
     names = ("out", "lse", "dq", "dk", "dv") if results.gradients else ("out", "lse")
     figures = verdict.figures = {name: Figure() for name in names}
@@ -141,13 +148,20 @@ def verify(
             # Large terms may cancel in the sum; their rounding does not.
             figures["dsink"].size = size
     base = _BOUND[problem.state_dtype] * max(1.0, score_size / _SCORE)
+    weights = _unit_roundoff(problem.dtype) if rounds_weights and narrow else 0.0
     for name, figure in figures.items():
         figure.bound = base
         if name == "out":
-            figure.bound = base * max(1.0, value_size / _VALUE)
+            figure.bound = base * max(1.0, value_size / _VALUE) + weights * value_size
         elif name != "lse":
             figure.bound = base * max(1.0, figure.size / _GRADIENT)
+            figure.bound += _WEIGHTS * weights * figure.size
     return verdict
+
+
+def _unit_roundoff(dtype: str) -> float:
+    """The largest relative error of rounding to a dtype."""
+    return float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2  # type: ignore[no-untyped-call]
 
 
 def _whole(results: Results) -> tuple[Array, Array]:

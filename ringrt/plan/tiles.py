@@ -38,7 +38,7 @@ class Tile(NamedTuple):
         return self.lower == -UNBOUNDED and self.upper == UNBOUNDED
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TileTable:
     """Band tiles as one int64 array `[tiles, 6]`, columns in the order of `Tile`.
 

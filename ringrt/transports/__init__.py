@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from ringrt.device.driver import missing_nccl
 from ringrt.hookspecs import hookimpl
 from ringrt.transport import Launch, Transport, TransportSpec
 
@@ -19,7 +20,7 @@ _LAUNCHERS = (
 
 @hookimpl
 def ringrt_register_transports() -> list[TransportSpec]:
-    """threads and mpi."""
+    """threads, mpi and nccl."""
     return [
         TransportSpec(
             name="threads",
@@ -33,6 +34,12 @@ def ringrt_register_transports() -> list[TransportSpec]:
             probe=_probe_mpi,
             launched=mpi_launch,
             connect=_connect_mpi,
+        ),
+        TransportSpec(
+            name="nccl",
+            summary="between GPUs, by NCCL; ranks are threads, or processes under mpirun",
+            probe=missing_nccl,
+            over=_over_nccl,
         ),
     ]
 
@@ -62,3 +69,9 @@ def _thread_group(size: int) -> Sequence[Transport]:
     from ringrt.transports.threads import thread_group
 
     return thread_group(size)
+
+
+def _over_nccl(end: Transport) -> Transport:
+    from ringrt.transports.nccl import NcclTransport
+
+    return NcclTransport(end)

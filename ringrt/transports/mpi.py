@@ -25,7 +25,7 @@ from ringrt.errors import (
     TransportUnavailable,
     name_ranks,
 )
-from ringrt.transport import Launch, Message
+from ringrt.transport import HostTransport, Launch, Message
 
 #: Tags of the control communicator. Rounds of the control plane use the tags from _ROUND on,
 #: in turn, so that a rank which is one round ahead is not mistaken for one that is not.
@@ -41,7 +41,7 @@ _CLOSE_TIMEOUT, _EXIT_TIMEOUT = 1.0, 3.0
 _UNFINISHED: list[Any] = []
 
 
-class MpiTransport:
+class MpiTransport(HostTransport):
     """One process's end. See `ringrt.transport.Transport`.
 
     `comm` is any intracommunicator; it is duplicated, so that ringrt's messages and the
@@ -54,7 +54,7 @@ class MpiTransport:
         self._data, self._control = comm.Dup(), comm.Dup()
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_size = node.Get_size()
+        self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
         node.Free()
         self._round = 0
         self._failure: TransportError | None = None
@@ -221,6 +221,8 @@ class MpiTransport:
 
 class _MpiTicket:
     """See `ringrt.transport.Ticket`."""
+
+    span = None
 
     def __init__(
         self,

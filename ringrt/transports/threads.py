@@ -18,7 +18,7 @@ import numpy as np
 from ringrt.backend import Stream
 from ringrt.errors import ExchangeTimeout, PeerLost, TransportError, name_ranks
 from ringrt.plan.partition import Array
-from ringrt.transport import Message
+from ringrt.transport import HostTransport, Message
 
 
 @dataclass(eq=False, slots=True)
@@ -81,13 +81,14 @@ class _Group:
             raise PeerLost(f"rank {self.failure[0]} failed: {self.failure[1]}")
 
 
-class ThreadTransport:
+class ThreadTransport(HostTransport):
     """One thread's end. See `ringrt.transport.Transport`."""
 
     needs_progress = False
 
     def __init__(self, group: _Group, rank: int) -> None:
         self._group, self.rank = group, rank
+        self.local_rank = rank
         self.size = self.local_size = group.size
         self._round = 0
 
@@ -108,6 +109,10 @@ class ThreadTransport:
             if other := self._group.match(source, destination, post):
                 self._copy(*((other, post) if incoming else (post, other)))
         return _ThreadTicket(self, posts, step)
+
+    def poll(self) -> None:
+        """Whether somebody has failed."""
+        self._group.raise_if_failed(self.rank)
 
     def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
         """Leave the payload for the others and wait for theirs."""
@@ -161,6 +166,8 @@ class ThreadTransport:
 
 class _ThreadTicket:
     """See `ringrt.transport.Ticket`."""
+
+    span = None
 
     def __init__(self, transport: ThreadTransport, posts: list[_Post], step: int) -> None:
         self._transport, self._posts, self._step = transport, posts, step

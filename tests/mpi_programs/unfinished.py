@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ringrt
+from ringrt.device.host import HOST
 from ringrt_backends.reference import ReferenceBackend
 from support import random_qkv
 
@@ -23,7 +24,7 @@ class Sleepy(ReferenceBackend):
 def attend():
     ring = ringrt.Ring.from_mpi(timeout=1, backend="reference")
     if ring.rank == 1:
-        ring._caller._backends["reference"] = Sleepy()
+        ring._caller._backends["reference", HOST] = Sleepy()
     q, k, v = random_qkv(3 * 400, q_heads=4, kv_heads=4, head_dim=256)
     rows = slice(400 * ring.rank, 400 * (ring.rank + 1))
     try:
