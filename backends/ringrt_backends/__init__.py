@@ -6,19 +6,38 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ringrt.backend import Backend, BackendContext, BackendSpec
+from ringrt.device.cuda import CudaDevice
+from ringrt.device.driver import missing_cuda, simulated
 from ringrt.hookspecs import hookimpl
 
 
 @hookimpl
 def ringrt_register_backends() -> list[BackendSpec]:
-    """reference, cpu and null."""
+    """cupy, cpu, numba, reference and null."""
     return [
+        BackendSpec(
+            name="cupy",
+            summary="CUDA GPUs: CuPy, tensor cores for float16 and bfloat16",
+            probe=missing_cuda,
+            load=_load_cupy,
+            # The simulator is for finding faults, not for computing.
+            priority=None if simulated() else 100,
+            device="cuda",
+            rounds_weights=True,
+        ),
         BackendSpec(
             name="cpu",
             summary="Numba on all cores, blockwise",
             probe=_probe_numba,
             load=_load_cpu,
             priority=50,
+        ),
+        # Not taken unasked before its speed has been measured on a GPU.
+        BackendSpec(
+            name="numba",
+            summary="CUDA GPUs without CuPy: Numba, arrays brought from the host",
+            probe=_probe_numba_cuda,
+            load=_load_numba_cuda,
         ),
         BackendSpec(
             name="reference",
@@ -40,6 +59,25 @@ def _probe_numba() -> str | None:
     if find_spec("numba") is None:
         return "Numba is not installed: pip install 'ringrt[cpu]'"
     return None
+
+
+def _probe_numba_cuda() -> str | None:
+    from ringrt_backends.cuda_numba import missing
+
+    return missing()
+
+
+def _load_numba_cuda(context: BackendContext) -> Backend:
+    from ringrt_backends.cuda_numba import NumbaCudaBackend
+
+    return NumbaCudaBackend()
+
+
+def _load_cupy(context: BackendContext) -> Backend:
+    from ringrt_backends.cuda_cupy import CupyBackend
+
+    assert isinstance(context.device, CudaDevice)
+    return CupyBackend(context.device)
 
 
 def _load_cpu(context: BackendContext) -> Backend:
