@@ -69,7 +69,7 @@ class CUDARuntimeError(SimulatorError, RuntimeError):
 
 _PROPERTIES: dict[str, Any] = {
     "name": b"ringrt CUDA simulator",
-    "major": 8,
+    "major": 9,
     "minor": 0,
     "multiProcessorCount": 8,
     "totalGlobalMem": 80 << 30,

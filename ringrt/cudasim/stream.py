@@ -281,13 +281,13 @@ class Device:
     @property
     def compute_capability(self) -> str:
         """The simulated GPU's, without the dot."""
-        return "80"
+        return "90"
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The limits that the simulator holds a kernel to, by CuPy's names."""
         return {
-            "ComputeCapabilityMajor": 8,
+            "ComputeCapabilityMajor": 9,
             "ComputeCapabilityMinor": 0,
             "MaxSharedMemoryPerBlock": runtime.SHARED_BYTES,
             "MaxSharedMemoryPerBlockOptin": runtime.MAX_SHARED_BYTES,
