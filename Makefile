@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two cores are enough for the suite, and more processes than cores only slow it down.
 TEST_JOBS ?= 2
 
-.PHONY: demo test check format clean
+.PHONY: demo test gpu check format clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## run real attention on four ranks and verify it
@@ -13,6 +13,9 @@ demo: $(VENV)/.demo  ## run real attention on four ranks and verify it
 
 test: $(VENV)/.dev  ## pass the tests
 	$(BIN)/python -m pytest -n $(TEST_JOBS)
+
+gpu:  ## accept the path on CUDA GPUs (docs/gpu.md), with what is installed
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py --json gpu.json $(GPU_OPTIONS)
 
 check: $(VENV)/.dev  ## lint and types
 	$(BIN)/ruff check .
