@@ -46,6 +46,7 @@ class CapturedPass:
                 self._device.wait(lambda: self._check(deadline))
         except RingrtError as error:
             transport.abort(str(error))
+            self._device.drain(self._timeout)
             raise
         return self.out, self.lse
 

@@ -308,6 +308,7 @@ class Ring:
                 yield Pass(call.device, call.transport, self.stats, self.timeout, self.on_step)
         except BaseException as error:
             self._transport.abort(str(error) or type(error).__name__)
+            call.device.drain(self.timeout)
             raise
 
     def _sum_sinks(self, part: Array, sink: Array) -> Array:

@@ -55,7 +55,6 @@ KERNEL_MUTANTS = [
     KernelMutant("keys up to one too few", *_FORWARD, "min_of(p.k1, i - p.lower + 1)", "min_of(p.k1, i - p.lower)"),
     KernelMutant("a whole tile where the last key is hidden", *_FORWARD, "i0 - (j1 - 1) >= p.lower", "i0 - (j1 - 2) >= p.lower"),
     KernelMutant("a whole tile where the first key is hidden", *_FORWARD, "(i1 - 1) - j0 <= p.upper", "(i1 - 2) - j0 <= p.upper"),
-    KernelMutant("rows beyond the piece", *_FORWARD, "if (i < p.q0 || i >= p.q1) return Range{0, 0};", ""),
     # The state.
     KernelMutant("-inf minus -inf", *_FORWARD, "float shift = now == -INF ? 0.f : now;", "float shift = now;"),
     KernelMutant("z not rescaled", *_FORWARD, "rows.z[m][h] * keep + sum", "rows.z[m][h] + sum"),
@@ -75,11 +74,11 @@ KERNEL_MUTANTS = [
     KernelMutant("Q has one buffer", *_BACKWARD, "q_tiles + (turn ^ 1) * STEP * DK", "q_tiles + turn * STEP * DK"),
     KernelMutant("dk from the first head of the group", *_BACKWARD, "q + ahead.head * q_head + ahead.walk.at", "q + ahead.walk.at"),
     KernelMutant("lse of the first head of the group", *_BACKWARD, "stats + (i64)here.head * rows + at + i", "stats + at + i"),
-    KernelMutant("one head of the group", *_BACKWARD, "items[3 * item + 2], group), ahead = here;", "items[3 * item + 2], 1), ahead = here;"),
+    KernelMutant("one head of the group", *_BACKWARD, "here(pieces, item, group), ahead", "here(pieces, item, 1), ahead"),
     KernelMutant("delta dropped", *_BACKWARD, "s * (dp - delta) * slope", "s * dp * slope"),
     KernelMutant("slope dropped", *_BACKWARD, "s * (dp - delta) * slope", "s * (dp - delta)"),
-    KernelMutant("scale of dq dropped", *_BACKWARD, "warp_row, rows, head_dim, scale", "warp_row, rows, head_dim, 1.f"),
-    KernelMutant("dv scaled", *_BACKWARD, "warp_row, keys, value_dim, 1.f", "warp_row, keys, value_dim, scale"),
+    KernelMutant("scale of dq dropped", *_BACKWARD, ", sums, warp_row, item.end, head_dim, scale", ", sums, warp_row, item.end, head_dim, 1.f"),
+    KernelMutant("dv scaled", *_BACKWARD, "warp_row, item.end, value_dim, 1.f", "warp_row, item.end, value_dim, scale"),
     KernelMutant("queries up to one too few", *_BACKWARD, "min_of(p.q1, j + p.upper + 1)", "min_of(p.q1, j + p.upper)"),
     # Without tensor cores.
     KernelMutant("exact: no barrier before K is overwritten", *_EXACT, "__syncthreads();  // nobody reads the last K and V", "// nobody reads the last K and V"),
@@ -127,7 +126,7 @@ QUEUE_MUTANTS = [
     # The device.
     QueueMutant("the caller's stream not waited for", "nccl", _DEVICE, "self.stream.wait_event(caller.record())", "pass"),
     QueueMutant("the caller's stream does not wait", "nccl", _DEVICE, "caller.wait_event(self.stream.record())", "pass"),
-    QueueMutant("results before they are done", "nccl", _DEVICE, "while not event.done:", "while False:"),
+    QueueMutant("results before they are done", "nccl", _DEVICE, "while not self._done(event):", "while False:"),
     QueueMutant("the wrong device is current", "nccl", _DEVICE, "with self.gpu:\n            caller", "with contextlib.nullcontext():\n            caller"),
     QueueMutant("pinned memory of an upload not kept", "nccl", _DEVICE, "self._uploads[key] = there, pinned", "self._uploads[key] = there, None"),
     QueueMutant("uploads on another stream", "nccl", _DEVICE, "pinned.ptr, x.nbytes, self.stream)", "pinned.ptr, x.nbytes, self._cupy.cuda.Stream.null)"),

@@ -191,10 +191,10 @@ class CupyBackend:
         made = self._work.setdefault(tiles, {})
         key = cut, rows, block
         if key not in made:
-            work = cut(tiles, rows, block)
-            made[key] = tuple(self._device.upload(x) for x in work), len(work.items)
-        (items, pieces), count = made[key]
-        return items[: 3 * count].reshape(count, 3), pieces
+            items, pieces = (self._device.upload(x) for x in cut(tiles, rows, block))
+            made[key] = items.reshape(-1, 4), pieces
+        lists: tuple[Any, Any] = made[key]
+        return lists
 
     def _readable(self, x: Array) -> Array:
         """x itself, if the elements of a row lie side by side."""

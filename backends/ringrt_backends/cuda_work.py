@@ -3,6 +3,7 @@ reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ _FAR = 1 << 30
 
 
 class Work(NamedTuple):
-    """`items` int32 `[n, 3]`: first row, begin and end of its pieces, most work first; `pieces`
+    """`items` int32 `[n, 4]`: rows from and to, pieces from and to, most work first; `pieces`
     int32 `[m, 6]`."""
 
     items: Array
@@ -35,16 +36,29 @@ def by_keys(tiles: TileTable, keys: int, block: int) -> Work:
 
 def _work(tiles: TileTable, rows: int, block: int, transposed: bool) -> Work:
     items, parts, effort, taken = [], [], [], 0
-    for first in range(0, rows, block):
-        cut = tiles.rows(first, first + block)
-        if len(cut):
-            items.append((first, taken, taken + len(cut)))
-            parts.append((_transposed(cut) if transposed else cut).table)
-            effort.append(int(cut.visible_pairs().sum()))
-            taken += len(cut)
+    for first, end, cut in _blocks(tiles, rows, block):
+        items.append((first, end, taken, taken + len(cut)))
+        parts.append((_transposed(cut) if transposed else cut).table)
+        effort.append(int(cut.visible_pairs().sum()))
+        taken += len(cut)
     order = np.argsort(-np.array(effort, dtype=np.int64), kind="stable")
     table = np.concatenate(parts) if parts else tiles.table
-    return Work(np.array(items, np.int32).reshape(-1, 3)[order], _absolute(table))
+    return Work(np.array(items, np.int32).reshape(-1, 4)[order], _absolute(table))
+
+
+def _blocks(tiles: TileTable, rows: int, block: int) -> Iterator[tuple[int, int, TileTable]]:
+    """Blocks of at most so many rows and their tiles. They are cut where a tile begins or ends, so
+    that no block has rows which have nothing to do with one of its tiles."""
+    for begin in range(0, rows, block):
+        there = tiles.rows(begin, begin + block)
+        edges = np.unique(there.table[:, :2])
+        if len(edges) == 2:
+            yield int(edges[0]), int(edges[1]), there
+            continue
+        for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            part = there.rows(first, end)
+            if len(part):
+                yield first, end, part
 
 
 def _transposed(tiles: TileTable) -> TileTable:

@@ -66,6 +66,9 @@ class Device(Protocol):
         """This rank's part of dsink `[heads]`, a float64 NumPy array; see engine/backward.py. sink
         and seen are NumPy arrays."""
 
+    def drain(self, timeout: float) -> None:
+        """After a failure: wait a while for what is under way. Never raises."""
+
     def mark(self) -> Mark | None:
         """This point in what is being done; None while capturing."""
 

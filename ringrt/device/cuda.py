@@ -15,7 +15,7 @@ from ringrt import kernels
 from ringrt.device import Index, Kind
 from ringrt.device.driver import cupy
 from ringrt.device.dtypes import numpy_dtype
-from ringrt.errors import Unsupported
+from ringrt.errors import KernelError, RingrtError, Unsupported
 from ringrt.kernels import load_source
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import ITEMSIZE, state_dtype
@@ -69,6 +69,7 @@ class CudaDevice:
         self.gpu = self._cupy.cuda.Device(index)
         with self.gpu:
             self.stream: Any = self._cupy.cuda.Stream(non_blocking=True)
+        self._streams = [self.stream]
         self.capturing = False
         self._arena: Arena | None = None
         self._modules: dict[Any, Any] = {}
@@ -180,17 +181,46 @@ class CudaDevice:
         """By the GPU's clock."""
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3
 
+    def side_stream(self, priority: int | None = None) -> Any:
+        """A further stream of this rank, which runs beside `stream`."""
+        with self.gpu:
+            stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+        self._streams.append(stream)
+        return stream
+
     def wait(self, check: Callable[[], None]) -> None:
         """Return once all that was queued is done; calls `check`, which may raise, now and then
         meanwhile."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         pause = 0.0
-        while not event.done:
+        while not self._done(event):
             check()
             time.sleep(pause)
             pause = min(pause + 5e-6, 1e-3)
         check()
+        while len(self._uploads) > _KEPT:
+            self._uploads.popitem(last=False)
+
+    def drain(self, timeout: float) -> None:
+        """After a failure: wait so many seconds at most for what is queued, so that memory is not
+        given up which the GPU still uses. Never raises."""
+        deadline = time.monotonic() + timeout
+        for stream in self._streams:
+            with contextlib.suppress(Exception), self.gpu:
+                event = self._cupy.cuda.Event(disable_timing=True)
+                event.record(stream)
+                while not event.done and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+
+    def _done(self, event: Any) -> bool:
+        """Whether an event has come to pass. What went wrong on the GPU shows here."""
+        try:
+            return bool(event.done)
+        except RingrtError:
+            raise
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise KernelError(f"on GPU {self.index}: {error}") from error
 
     @contextlib.contextmanager
     def keeping(self, arena: Arena) -> Iterator[None]:
@@ -216,7 +246,8 @@ class CudaDevice:
         graphs.append(graph)
 
     def upload(self, x: Array) -> Any:
-        """A small host array, on the GPU, without waiting: through pinned memory, and kept."""
+        """A small host array, on the GPU, without waiting: through pinned memory, and kept, at
+        least until a `wait`, for the copy may be under way and the array in use."""
         key = x.dtype.str.encode() + x.tobytes()
         if key not in self._uploads:
             pinned = self._cupy.cuda.alloc_pinned_memory(max(x.nbytes, 1))
@@ -225,8 +256,6 @@ class CudaDevice:
             if x.size:
                 there.data.copy_from_host_async(pinned.ptr, x.nbytes, self.stream)
             self._uploads[key] = there, pinned
-            if len(self._uploads) > _KEPT:
-                self._uploads.popitem(last=False)
         self._uploads.move_to_end(key)
         return self._uploads[key][0]
 

@@ -72,6 +72,9 @@ class HostDevice:
         part: Array = -(np.exp(shift) * delta[..., seen].astype(np.float64)).sum(axis=(0, 2))
         return np.where(sink == -np.inf, 0, part)
 
+    def drain(self, timeout: float) -> None:
+        """Nothing is ever left queued."""
+
     def mark(self) -> float:
         """The clock."""
         return time.perf_counter()

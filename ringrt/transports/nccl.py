@@ -147,9 +147,7 @@ class _Link:
     def __init__(self, control: Transport, device: CudaDevice) -> None:
         self.rank, self.size, self.device = control.rank, control.size, device
         self._control, self._nccl = control, nccl()
-        with device.gpu:
-            stream = cupy().cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY)
-        self._stream: Any = stream
+        self._stream: Any = device.side_stream(_HIGH_PRIORITY)
         self._comm: Any = None
         self._failure: RingrtError | None = None
         self._open: deque[NcclTicket] = deque()
@@ -248,9 +246,13 @@ class _Link:
                 if self._closed:
                     return
                 ticket = self._open[0]
-            if ticket.end.done:
+            try:
+                done, late = ticket.end.done, self._past_deadline(ticket)
+            except Exception:
+                return  # the GPU has failed, which the rank itself finds out and tells
+            if done:
                 self._drop(ticket)
-            elif self._past_deadline(ticket):
+            elif late:
                 self._failure = ExchangeTimeout(ticket.late())
                 self.abort()
                 return

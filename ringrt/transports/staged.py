@@ -42,10 +42,7 @@ class StagedTransport:
         self.inner, self.on, self.chunk = inner, on, chunk
         self.rank, self.size = inner.rank, inner.size
         self.local_rank, self.local_size = inner.local_rank, inner.local_size
-        with on.gpu:
-            self.copies = cupy().cuda.Stream(non_blocking=True)
-        #: When the pinned memory of a turn was last emptied into the GPU.
-        self.emptied: list[Any] = [None, None]
+        self.copies = on.side_stream()
         self._staging: dict[tuple[str, int, int], Staging] = {}
 
     def attach(self, device: Device, timeout: float) -> None:
@@ -143,14 +140,14 @@ class StagedTicket:
 
     def wait(self, timeout: float) -> None:
         """Chunk by chunk: what has been copied out goes to its peer, what arrives is copied in.
-        The chunks of a message meet their like, since both ends know its size."""
+        The chunks of a message meet their like, since both ends know its size. All copies are on
+        one stream, so a chunk that is out also says that the last one in its turn is in."""
         transport, copies = self._transport, self._transport.copies
         for turn in range(self._rounds):
             outgoing, ready = self._outgoing
             self._wait_for(ready, timeout)
             if turn + 1 < self._rounds:
                 self._outgoing = self._copy_out(turn + 1)
-            self._wait_for(transport.emptied[turn % 2], timeout)
             incoming = self._chunks("recv", self._recvs, turn)
             ticket = transport.inner.exchange(
                 [c.message() for c in outgoing], [c.message() for c in incoming], step=self._step
@@ -158,7 +155,6 @@ class StagedTicket:
             ticket.wait(timeout)
             for chunk in incoming:
                 chunk.back(copies)
-            transport.emptied[turn % 2] = copies.record()
         end = copies.record()
         self._stream.wait_event(end)
         self.span = (self.span[0], end)

@@ -37,20 +37,21 @@ backward_q(const T* q, const T* dout, const T* k, const T* v, const T* lse, cons
     T* v_tile = k_tile + TILE * PITCH_K;
     T* p_tile = v_tile + TILE * PITCH_V;
     T* ds_tile = p_tile + TILE * PITCH_P;
-    int heads = batches * q_heads, item = blockIdx.x / heads, at = blockIdx.x % heads;
+    int heads = batches * q_heads, at = blockIdx.x % heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = at / q_heads, head = at % q_heads, kv_head = head / group;
-    int first = items[3 * item], own = threadIdx.x / LANES, lane = threadIdx.x % LANES, row = first + own;
+    int first = item.first, own = threadIdx.x / LANES, lane = threadIdx.x % LANES, row = first + own;
     q += batch * q_batch + first * q_row + head * q_head;
     dout += batch * do_batch + first * do_row + head * do_head;
     k += batch * k_batch + kv_head * k_head;
     v += batch * v_batch + kv_head * v_head;
-    bool mine = row < rows;
+    bool mine = row < item.end;
     double row_lse = mine ? lse[(i64)at * rows + row] : -INF, row_delta = mine ? delta[(i64)at * rows + row] : 0;
     double sums[DK / LANES];
     for (int n = 0; n < DK / LANES; n++) sums[n] = 0;
-    load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, rows - first, head_dim);
-    load_rows<TILE, DV, PITCH_V>(do_tile, dout, do_row, rows - first, value_dim);
-    for (Walk<true, TILE> here(pieces, items[3 * item + 1], items[3 * item + 2]); here.more(); here.next()) {
+    load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, item.end - first, head_dim);
+    load_rows<TILE, DV, PITCH_V>(do_tile, dout, do_row, item.end - first, value_dim);
+    for (Walk<true, TILE> here(pieces, item); here.more(); here.next()) {
         __syncthreads();  // nobody reads the last K and V any more
         load_rows<TILE, DK, PITCH_K>(k_tile, k + here.at * k_row, k_row, here.count(), head_dim);
         load_rows<TILE, DV, PITCH_V>(v_tile, v + here.at * v_row, v_row, here.count(), value_dim);
@@ -83,21 +84,22 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const T* lse, con
     T* v_tile = k_tile + TILE * PITCH_K;
     T* p_tile = v_tile + TILE * PITCH_V;
     T* ds_tile = p_tile + TILE * PITCH_P;
-    int kv_heads = q_heads / group, heads = batches * kv_heads, item = blockIdx.x / heads;
+    int kv_heads = q_heads / group, heads = batches * kv_heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = blockIdx.x % heads / kv_heads, kv_head = blockIdx.x % heads % kv_heads;
-    int first = items[3 * item], own = threadIdx.x / LANES, lane = threadIdx.x % LANES, key = first + own;
+    int first = item.first, own = threadIdx.x / LANES, lane = threadIdx.x % LANES, key = first + own;
     k += batch * k_batch + first * k_row + kv_head * k_head;
     v += batch * v_batch + first * v_row + kv_head * v_head;
     double dk_sums[DK / LANES], dv_sums[DV / LANES];
     for (int n = 0; n < DK / LANES; n++) dk_sums[n] = 0;
     for (int n = 0; n < DV / LANES; n++) dv_sums[n] = 0;
-    load_rows<TILE, DK, PITCH_K>(k_tile, k, k_row, keys - first, head_dim);
-    load_rows<TILE, DV, PITCH_V>(v_tile, v, v_row, keys - first, value_dim);
+    load_rows<TILE, DK, PITCH_K>(k_tile, k, k_row, item.end - first, head_dim);
+    load_rows<TILE, DV, PITCH_V>(v_tile, v, v_row, item.end - first, value_dim);
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
         const T* q_of_head = q + batch * q_batch + head * q_head;
         const T* do_of_head = dout + batch * do_batch + head * do_head;
         i64 stats = ((i64)batch * q_heads + head) * rows;
-        for (Walk<false, TILE> here(pieces, items[3 * item + 1], items[3 * item + 2]); here.more(); here.next()) {
+        for (Walk<false, TILE> here(pieces, item); here.more(); here.next()) {
             __syncthreads();  // nobody reads the last Q and dout any more
             load_rows<TILE, DK, PITCH_K>(q_tile, q_of_head + here.at * q_row, q_row, here.count(), head_dim);
             load_rows<TILE, DV, PITCH_V>(do_tile, do_of_head + here.at * do_row, do_row, here.count(), value_dim);
@@ -119,7 +121,7 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const T* lse, con
             __syncwarp();  // and have been read
         }
     }
-    if (key >= keys) return;
+    if (key >= item.end) return;
     i64 at = ((i64)batch * keys + key) * kv_heads + kv_head;
     add_to(dk + at * head_dim, dk_sums, lane, head_dim, scale);
     add_to(dv + at * value_dim, dv_sums, lane, value_dim, 1);

@@ -17,20 +17,21 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
     T* k_tile = q_tile + TILE * PITCH_K;
     T* v_tile = k_tile + TILE * PITCH_K;
     T* p_tile = v_tile + TILE * DV;
-    int heads = batches * q_heads, item = blockIdx.x / heads, at = blockIdx.x % heads;
+    int heads = batches * q_heads, at = blockIdx.x % heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = at / q_heads, head = at % q_heads, kv_head = head / group;
-    int first = items[3 * item], own = threadIdx.x / LANES, lane = threadIdx.x % LANES, row = first + own;
+    int first = item.first, own = threadIdx.x / LANES, lane = threadIdx.x % LANES, row = first + own;
     q += batch * q_batch + first * q_row + head * q_head;
     k += batch * k_batch + kv_head * k_head;
     v += batch * v_batch + kv_head * v_head;
     T* p_row = p_tile + own * PITCH_P;
     i64 state = (i64)at * rows + row;
-    bool mine = row < rows;
+    bool mine = row < item.end;
 
     double m = -INF, z = 0, y[DV / LANES];
     for (int n = 0; n < DV / LANES; n++) y[n] = 0;
-    load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, rows - first, head_dim);
-    for (Walk<true, TILE> here(pieces, items[3 * item + 1], items[3 * item + 2]); here.more(); here.next()) {
+    load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, item.end - first, head_dim);
+    for (Walk<true, TILE> here(pieces, item); here.more(); here.next()) {
         __syncthreads();  // nobody reads the last K and V any more
         load_rows<TILE, DK, PITCH_K>(k_tile, k + here.at * k_row, k_row, here.count(), head_dim);
         load_rows<TILE, DV, DV>(v_tile, v + here.at * v_row, v_row, here.count(), value_dim);

@@ -69,9 +69,10 @@ backward_q(const T* q, const T* dout, const T* k, const T* v, const float* lse, 
     T* do_tile = q_tile + BLOCK * DK;
     T* k_tiles = do_tile + BLOCK * DV;
     T* v_tile = k_tiles + 2 * STEP * DK;
-    int heads = batches * q_heads, item = blockIdx.x / heads, at = blockIdx.x % heads;
+    int heads = batches * q_heads, at = blockIdx.x % heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = at / q_heads, head = at % q_heads, kv_head = head / group, lane = threadIdx.x % 32;
-    int first = items[3 * item], warp_row = first + threadIdx.x / 32 * 16;
+    int first = item.first, warp_row = first + threadIdx.x / 32 * 16;
     q += batch * q_batch + first * q_row + head * q_head;
     dout += batch * do_batch + first * do_row + head * do_head;
     k += batch * k_batch + kv_head * k_head;
@@ -81,13 +82,13 @@ backward_q(const T* q, const T* dout, const T* k, const T* v, const float* lse, 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int row = warp_row + lane / 4 + 8 * h;
-        row_lse[h] = row < rows ? lse_of(lse[(i64)at * rows + row]) : INF;
-        row_delta[h] = row < rows ? delta[(i64)at * rows + row] : 0.f;
+        row_lse[h] = row < item.end ? lse_of(lse[(i64)at * rows + row]) : INF;
+        row_delta[h] = row < item.end ? delta[(i64)at * rows + row] : 0.f;
     }
 
-    Walk<true, STEP> here(pieces, items[3 * item + 1], items[3 * item + 2]), ahead = here;
-    load_tile<T, BLOCK, DK, THREADS>(q_tile, q, q_row, rows - first, head_dim, vector & 1);
-    load_tile<T, BLOCK, DV, THREADS>(do_tile, dout, do_row, rows - first, value_dim, vector & 2);
+    Walk<true, STEP> here(pieces, item), ahead = here;
+    load_tile<T, BLOCK, DK, THREADS>(q_tile, q, q_row, item.end - first, head_dim, vector & 1);
+    load_tile<T, BLOCK, DV, THREADS>(do_tile, dout, do_row, item.end - first, value_dim, vector & 2);
     load_tile<T, STEP, DK, THREADS>(k_tiles, k + ahead.at * k_row, k_row, ahead.count(), head_dim, vector & 4);
     copy_async_commit();
     float sums[1][DK / 8][4];
@@ -121,23 +122,24 @@ backward_q(const T* q, const T* dout, const T* k, const T* v, const float* lse, 
     }
     copy_async_wait<0>();
     float* to = dq + ((i64)batch * rows * q_heads + head) * head_dim;
-    add_rows<DK>(to, (i64)q_heads * head_dim, sums, warp_row, rows, head_dim, scale);
+    add_rows<DK>(to, (i64)q_heads * head_dim, sums, warp_row, item.end, head_dim, scale);
 }
 
 // The tiles of queries that a block of keys meets, in each query head of the group in turn.
 struct QueryWalk {
     const int* pieces;
-    int begin, end, head, heads;
+    Item item;
+    int head, heads;
     Walk<false, STEP> walk;
 
-    DEVICE QueryWalk(const int* pieces, int begin, int end, int heads)
-        : pieces(pieces), begin(begin), end(end), head(0), heads(heads), walk(pieces, begin, end) {}
+    DEVICE QueryWalk(const int* pieces, const Item& item, int heads)
+        : pieces(pieces), item(item), head(0), heads(heads), walk(pieces, item) {}
     DEVICE bool more() const { return head < heads; }
     DEVICE void next() {
         walk.next();
         if (!walk.more()) {
             head++;
-            walk = Walk<false, STEP>(pieces, begin, end);
+            walk = Walk<false, STEP>(pieces, item);
         }
     }
 };
@@ -158,9 +160,10 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const float* lse,
     T* do_tile = q_tiles + 2 * STEP * DK;
     float* lse_tile = (float*)(do_tile + STEP * DV);
     float* delta_tile = lse_tile + STEP;
-    int kv_heads = q_heads / group, heads = batches * kv_heads, item = blockIdx.x / heads;
+    int kv_heads = q_heads / group, heads = batches * kv_heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = blockIdx.x % heads / kv_heads, kv_head = blockIdx.x % heads % kv_heads, lane = threadIdx.x % 32;
-    int first = items[3 * item], warp_row = first + threadIdx.x / 32 * 16;
+    int first = item.first, warp_row = first + threadIdx.x / 32 * 16;
     q += batch * q_batch + (i64)kv_head * group * q_head;
     dout += batch * do_batch + (i64)kv_head * group * do_head;
     k += batch * k_batch + first * k_row + kv_head * k_head;
@@ -168,9 +171,9 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const float* lse,
     i64 stats = ((i64)batch * q_heads + (i64)kv_head * group) * rows;
     Scores scores(scale, softcap);
 
-    QueryWalk here(pieces, items[3 * item + 1], items[3 * item + 2], group), ahead = here;
-    load_tile<T, BLOCK, DK, THREADS>(k_tile, k, k_row, keys - first, head_dim, vector & 4);
-    load_tile<T, BLOCK, DV, THREADS>(v_tile, v, v_row, keys - first, value_dim, vector & 8);
+    QueryWalk here(pieces, item, group), ahead = here;
+    load_tile<T, BLOCK, DK, THREADS>(k_tile, k, k_row, item.end - first, head_dim, vector & 4);
+    load_tile<T, BLOCK, DV, THREADS>(v_tile, v, v_row, item.end - first, value_dim, vector & 8);
     load_tile<T, STEP, DK, THREADS>(q_tiles, q + ahead.walk.at * q_row, q_row, ahead.walk.count(), head_dim, vector & 1);
     copy_async_commit();
     float dk_sums[1][DK / 8][4], dv_sums[1][DV / 8][4];
@@ -216,6 +219,6 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const float* lse,
     }
     copy_async_wait<0>();
     i64 head_row = (i64)batch * keys * kv_heads + kv_head;
-    if (WANT_DK) add_rows<DK>(dk + head_row * head_dim, (i64)kv_heads * head_dim, dk_sums, warp_row, keys, head_dim, scale);
-    if (WANT_DV) add_rows<DV>(dv + head_row * value_dim, (i64)kv_heads * value_dim, dv_sums, warp_row, keys, value_dim, 1.f);
+    if (WANT_DK) add_rows<DK>(dk + head_row * head_dim, (i64)kv_heads * head_dim, dk_sums, warp_row, item.end, head_dim, scale);
+    if (WANT_DV) add_rows<DV>(dv + head_row * value_dim, (i64)kv_heads * value_dim, dv_sums, warp_row, item.end, value_dim, 1.f);
 }

@@ -109,16 +109,17 @@ forward(const T* q, const T* k, const T* v, float* m_all, float* z_all, float* y
     T* q_tile = (T*)shared;
     T* k_tiles = q_tile + BR * DK;
     T* v_tile = k_tiles + 2 * BC * DK;
-    int heads = batches * q_heads, item = blockIdx.x / heads, at = blockIdx.x % heads;
+    int heads = batches * q_heads, at = blockIdx.x % heads;
+    Item item = load_item(items, blockIdx.x / heads);
     int batch = at / q_heads, head = at % q_heads, kv_head = head / group;
-    int first = items[3 * item], warp_row = first + threadIdx.x / 32 * 16 * MT;
+    int first = item.first, warp_row = first + threadIdx.x / 32 * 16 * MT;
     q += batch * q_batch + first * q_row + head * q_head;
     k += batch * k_batch + kv_head * k_head;
     v += batch * v_batch + kv_head * v_head;
     Scores scores(scale, softcap);
 
-    Walk<true, BC> here(pieces, items[3 * item + 1], items[3 * item + 2]), ahead = here;
-    load_tile<T, BR, DK, THREADS>(q_tile, q, q_row, rows - first, head_dim, vector & 1);
+    Walk<true, BC> here(pieces, item), ahead = here;
+    load_tile<T, BR, DK, THREADS>(q_tile, q, q_row, item.end - first, head_dim, vector & 1);
     load_tile<T, BC, DK, THREADS>(k_tiles, k + ahead.at * k_row, k_row, ahead.count(), head_dim, vector & 2);
     copy_async_commit();
 
@@ -151,5 +152,5 @@ forward(const T* q, const T* k, const T* v, float* m_all, float* z_all, float* y
     }
     copy_async_wait<0>();
     i64 base = (i64)at * rows;
-    merge(o, sums, m_all + base, z_all + base, y_all + base * value_dim, warp_row, rows, value_dim);
+    merge(o, sums, m_all + base, z_all + base, y_all + base * value_dim, warp_row, item.end, value_dim);
 }

@@ -1,9 +1,11 @@
 // What a block works on: its rows, and the pieces of the other side that they meet.
 //
-// The host cuts the band tiles at blocks of rows. `items` [n][3] holds, for each block of rows,
-// the first row and the range of its pieces; blocks with the most work come first. `pieces`
-// [n][6] are tiles in the shard's own indices: rows [q0, q1) see keys [k0, k1) where
-// lower <= i - j <= upper; indices and bounds are below 2^30 in size.
+// The host cuts the band tiles at blocks of rows. `items` [n][4] holds, for each block, its first
+// row and the row behind its last, and the range of its pieces; blocks with the most work come
+// first. `pieces` [n][6] are tiles in the shard's own indices: rows [q0, q1) see keys [k0, k1) where
+// lower <= i - j <= upper; indices and bounds are below 2^30 in size. A block has no rows that one of
+// its pieces has not: a row that has nothing to do with a piece never meets what its keys hold,
+// not even with weight 0, which would make NaN of NaN.
 #pragma once
 #include "prims.cuh"
 
@@ -16,14 +18,19 @@ DEVICE Piece load_piece(const int* pieces, int index) {
 
 struct Range { int begin, end; };
 
-// The keys that row i sees, and the rows that see key j.
+// The keys that row i sees, and the rows that see key j, of a piece that has that row, or key.
 DEVICE Range keys_of(const Piece& p, int i) {
-    if (i < p.q0 || i >= p.q1) return Range{0, 0};
     return Range{max_of(p.k0, i - p.upper), min_of(p.k1, i - p.lower + 1)};
 }
 DEVICE Range queries_of(const Piece& p, int j) {
-    if (j < p.k0 || j >= p.k1) return Range{0, 0};
     return Range{max_of(p.q0, j + p.lower), min_of(p.q1, j + p.upper + 1)};
+}
+
+struct Item { int first, end, pieces_begin, pieces_end; };
+
+DEVICE Item load_item(const int* items, int index) {
+    const int* p = items + (i64)index * 4;
+    return Item{p[0], p[1], p[2], p[3]};
 }
 
 // Whether all of rows [i0, i1) see all of keys [j0, j1).
@@ -41,7 +48,8 @@ template <bool KEYS, int TILE> struct Walk {
     const int* pieces;
     int index, end, at, stop;
 
-    DEVICE Walk(const int* pieces, int begin, int end) : pieces(pieces), index(begin), end(end) { enter(); }
+    DEVICE Walk(const int* pieces, const Item& item)
+        : pieces(pieces), index(item.pieces_begin), end(item.pieces_end) { enter(); }
     DEVICE bool more() const { return index < end; }
     // Rows of the present tile.
     DEVICE int count() const { return min_of(TILE, stop - at); }
