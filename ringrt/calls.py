@@ -116,7 +116,10 @@ class Caller:
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return self._kept[key]
+        prepared = self._kept[key]
+        places = [f"{record['local'][3]} {record['local'][4]}" for record in records]
+        prepared.transport.attach(prepared.device, places, self._prepare_timeout)
+        return prepared
 
     def check_shares(self, field: str, rows: list[int]) -> None:
         """`RankMismatch` unless every rank's rows are its share of the total."""
@@ -156,11 +159,13 @@ class Caller:
             alike = {"the kind of device": prepared.device.kind}
         except Exception as error:
             failure = error
-        timeout = max(self.options.timeout, _PREPARE_TIMEOUT)
-        agree_ready(self.transport, alike, failure, timeout)
+        agree_ready(self.transport, alike, failure, self._prepare_timeout)
         assert prepared is not None
-        prepared.transport.attach(prepared.device, timeout)
         return prepared
+
+    @property
+    def _prepare_timeout(self) -> float:
+        return max(self.options.timeout, _PREPARE_TIMEOUT)
 
     def _prepare_here(
         self, records: list[Record], shapes: Shapes, place: Place, call: CallOptions

@@ -15,15 +15,22 @@ from ringrt.device.cuda import Arena, CudaDevice
 from ringrt.engine.compute import OnStep, Pass
 from ringrt.engine.forward import forward
 from ringrt.engine.stats import PassStats
-from ringrt.errors import ExchangeTimeout, RingrtError, Unsupported
+from ringrt.errors import ExchangeTimeout, RingrtError, TransportError, Unsupported
+from ringrt.places import give_back
 from ringrt.plan.partition import Array
 
 
 class CapturedPass:
-    """A forward pass of one rank. `replay` is collective."""
+    """A forward pass of one rank. `replay` is collective. `arrays` are q, k and v on the GPU, and
+    results are of the kind of `like`, the caller's q."""
 
     def __init__(
-        self, call: Prepared, arrays: tuple[Array, Array, Array], sink: Array | None, timeout: float
+        self,
+        call: Prepared,
+        arrays: tuple[Array, Array, Array],
+        sink: Array | None,
+        timeout: float,
+        like: Array,
     ) -> None:
         assert isinstance(call.device, CudaDevice)
         self._call, self._arrays, self._timeout = call, arrays, timeout
@@ -32,23 +39,33 @@ class CapturedPass:
         with self._device.running():
             self._pass(sink)
             with self._device.capture() as graphs:
-                self.out, self.lse = self._pass(sink)
-        self._graph = graphs[0]
+                out, lse = self._pass(sink)
+        self.out, self.lse = (give_back(self._device, x, like) for x in (out, lse))
+        self._graph: Any = graphs[0]
+        # NCCL's communicator cannot be left while a graph holds it.
+        call.transport.keep_graph(self)
         self._uploads = self._device.uploaded()
 
     def replay(self) -> tuple[Array, Array]:
         """Run it again on what q, k and v now hold; out and lse, always the same two arrays."""
         transport = self._call.transport
         try:
+            if self._graph is None:
+                raise TransportError("this captured pass ended with its ring")
             with self._device.running():
                 self._graph.launch(self._device.stream)
                 deadline = time.monotonic() + self._timeout * max(1, len(self._call.steps))
                 self._device.wait(lambda: self._check(deadline))
         except RingrtError as error:
+            self.release()
             transport.abort(str(error))
             self._device.drain(self._timeout)
             raise
         return self.out, self.lse
+
+    def release(self) -> None:
+        """Give up the graph; it cannot be replayed any more."""
+        self._graph = None
 
     def _pass(self, sink: Array | None) -> tuple[Array, Array]:
         call, stats = self._call, PassStats(self._call.transport.rank, self._call.backend_name)

@@ -232,7 +232,7 @@ class Ring:
         check_capturable(call, q=q, k=k, v=v)
         arrays = call.device.place(q), call.device.place(k), call.device.place(v)
         try:
-            return CapturedPass(call, arrays, given.sink, self.timeout)
+            return CapturedPass(call, arrays, given.sink, self.timeout, q)
         except BaseException as error:
             self._transport.abort(str(error) or type(error).__name__)
             raise

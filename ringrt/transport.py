@@ -40,6 +40,13 @@ class Ticket(Protocol):
         rank, peer, ring step and bytes, or `PeerLost`; on a device `Transport.settle` does."""
 
 
+class Releasable(Protocol):
+    """What can be given up."""
+
+    def release(self) -> None:
+        """Give it up."""
+
+
 class Transport(Protocol):
     """One rank's end of a ring. Calls come from one thread, in the same order on all ranks."""
 
@@ -56,8 +63,13 @@ class Transport(Protocol):
     #: Large messages move only while `Ticket.progress` or `wait` is being called.
     needs_progress: bool
 
-    def attach(self, device: Device, timeout: float) -> None:
-        """Told before the first exchange, and when the device changes. Collective."""
+    def attach(self, device: Device, places: Sequence[str], timeout: float) -> None:
+        """Told before every pass on which device this rank's arrays lie, and where those of all
+        ranks do, by name. Collective where that has changed."""
+
+    def keep_graph(self, graph: Releasable) -> None:
+        """A captured graph holds exchanges of this end: it must be released before the end can be
+        closed or aborted."""
 
     def exchange(
         self,
@@ -103,8 +115,11 @@ class HostTransport:
     device: Kind = "cpu"
     captures = False
 
-    def attach(self, device: Device, timeout: float) -> None:
+    def attach(self, device: Device, places: Sequence[str], timeout: float) -> None:
         """See `Transport.attach`."""
+
+    def keep_graph(self, graph: Releasable) -> None:
+        """See `Transport.keep_graph`: none holds anything of this."""
 
     def settle(self, timeout: float) -> None:
         """See `Transport.settle`: every ticket has been waited for."""

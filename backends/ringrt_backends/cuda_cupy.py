@@ -63,6 +63,10 @@ class CupyBackend:
         for name in ("head_dim", "value_dim"):
             if getattr(problem, name) > MAX_DIM:
                 return f"{name} {getattr(problem, name)}: it goes to {MAX_DIM}"
+        if Variant.of(problem).tensor_cores and self._device.capability < 80:
+            return f"{problem.dtype} needs compute capability 8.0, this GPU has " + ".".join(
+                str(self._device.capability)
+            )
         need = max(kernel.shared for kernel in Variant.of(problem).all())
         if need > self._device.shared_limit:
             return (

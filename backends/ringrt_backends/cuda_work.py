@@ -3,7 +3,6 @@ reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -35,30 +34,21 @@ def by_keys(tiles: TileTable, keys: int, block: int) -> Work:
 
 
 def _work(tiles: TileTable, rows: int, block: int, transposed: bool) -> Work:
-    items, parts, effort, taken = [], [], [], 0
-    for first, end, cut in _blocks(tiles, rows, block):
-        items.append((first, end, taken, taken + len(cut)))
-        parts.append((_transposed(cut) if transposed else cut).table)
-        effort.append(int(cut.visible_pairs().sum()))
-        taken += len(cut)
-    order = np.argsort(-np.array(effort, dtype=np.int64), kind="stable")
-    table = np.concatenate(parts) if parts else tiles.table
-    return Work(np.array(items, np.int32).reshape(-1, 4)[order], _absolute(table))
-
-
-def _blocks(tiles: TileTable, rows: int, block: int) -> Iterator[tuple[int, int, TileTable]]:
-    """Blocks of at most so many rows and their tiles. They are cut where a tile begins or ends, so
-    that no block has rows which have nothing to do with one of its tiles."""
-    for begin in range(0, rows, block):
-        there = tiles.rows(begin, begin + block)
-        edges = np.unique(there.table[:, :2])
-        if len(edges) == 2:
-            yield int(edges[0]), int(edges[1]), there
-            continue
-        for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            part = there.rows(first, end)
-            if len(part):
-                yield first, end, part
+    """Blocks are cut where a tile begins or ends, so that none has rows which have nothing to do
+    with one of its tiles."""
+    starts = np.append(np.arange(0, rows, block), rows)
+    edges = np.unique(np.concatenate((starts, tiles.table[:, 0], tiles.table[:, 1])))
+    cut = tiles.cut_at(edges)
+    owner = np.searchsorted(edges, cut.table[:, 0], side="right") - 1
+    order = np.argsort(owner, kind="stable")
+    cut, owner = TileTable(cut.table[order]), owner[order]
+    blocks, begin = np.unique(owner, return_index=True)
+    end = np.append(begin[1:], len(owner))
+    items = np.stack((edges[blocks], edges[blocks + 1], begin, end), axis=1)
+    effort = np.add.reduceat(cut.visible_pairs(), begin) if len(begin) else begin
+    items = items[np.argsort(-effort, kind="stable")]
+    table = (_transposed(cut) if transposed else cut).table
+    return Work(items.astype(np.int32), _absolute(table))
 
 
 def _transposed(tiles: TileTable) -> TileTable:

@@ -13,6 +13,7 @@ __all__ = [
     "CUDARuntimeError",
     "deviceSynchronize",
     "driverGetVersion",
+    "eventQuery",
     "getDevice",
     "getDeviceCount",
     "getDeviceProperties",
@@ -109,6 +110,14 @@ def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
     """What the simulated device is like."""
     check_device(device)
     return dict(_PROPERTIES)
+
+
+def eventQuery(event: int) -> int:  # noqa: N802
+    """0 if the event of that `ptr` has been reached, 600 if not. Where CUDA gives the number of an
+    error, the error itself is raised, which says more."""
+    from ringrt.cudasim.stream import query_event
+
+    return 0 if query_event(event) else 600
 
 
 def deviceSynchronize() -> None:  # noqa: N802

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from ringrt.cudasim import runtime, waiting
 from ringrt.cudasim.clocks import Clock, merge
 from ringrt.cudasim.core import CHANGED, current, enter
-from ringrt.cudasim.errors import SimulatorError
+from ringrt.cudasim.errors import KernelFault, SimulatorError
 from ringrt.cudasim.executor import DONE, Op
 from ringrt.cudasim.lanes import CLOSED, Lane, device_of, find_lane, issue, new_lane
 from ringrt.cudasim.runtime import CUDARuntimeError
 
 if TYPE_CHECKING:
     from ringrt.cudasim.graph import Capture, Graph
+
+
+_numbers = itertools.count(1 << 20)
+_EVENTS: WeakValueDictionary[int, Event] = WeakValueDictionary()
 
 
 class Event:
@@ -29,6 +35,8 @@ class Event:
         self._op: Op | None = None
         self._clock: Clock = {}
         self._capture: Capture | None = None
+        self.ptr = next(_numbers)
+        _EVENTS[self.ptr] = self
 
     def record(self, stream: BaseStream | None = None) -> None:
         """Record it on a stream, by default the current one, anew if it was recorded before."""
@@ -49,7 +57,14 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """Whether it has been reached, or was never recorded."""
+        """Whether it has been reached, or was never recorded. As with CuPy it is False for ever
+        after a fault: `runtime.eventQuery` tells."""
+        try:
+            return self._query()
+        except KernelFault:
+            return False
+
+    def _query(self) -> bool:
         with CHANGED:
             self._refuse_captured()
             return waiting.query(self._op, self._clock, self._device)
@@ -78,6 +93,14 @@ class Event:
     def _refuse_captured(self) -> None:
         if self._capture is not None:
             raise CUDARuntimeError(907, "it waits until the event is recorded outside a capture")
+
+
+def query_event(ptr: int) -> bool:
+    """Whether the event of that `ptr` has been reached; raises what went wrong before it."""
+    found = _EVENTS.get(ptr)
+    if found is None:
+        raise CUDARuntimeError(400, f"there is no event {ptr}")
+    return found._query()
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:

@@ -15,7 +15,7 @@ from ringrt import kernels
 from ringrt.device import Index, Kind
 from ringrt.device.driver import cupy
 from ringrt.device.dtypes import numpy_dtype
-from ringrt.errors import KernelError, RingrtError, Unsupported
+from ringrt.errors import KernelError, Unsupported
 from ringrt.kernels import load_source
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import ITEMSIZE, state_dtype
@@ -32,6 +32,8 @@ _KEPT = 256
 _LIMIT = 1 << 30
 #: Other ranks' threads go on allocating while one captures: cudaStreamCaptureModeThreadLocal.
 _THREAD_LOCAL = 1
+#: cudaErrorNotReady.
+_NOT_READY = 600
 
 
 class Arena:
@@ -111,7 +113,8 @@ class CudaDevice:
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """As above."""
         array = self._new(shape, carrier(dtype))
-        array.data.memset_async(0, array.nbytes, self.stream)  # type: ignore[attr-defined]
+        if array.nbytes:
+            array.data.memset_async(0, array.nbytes, self.stream)  # type: ignore[attr-defined]
         return array
 
     def take(self, x: Array, index: Index, axis: int) -> Array:
@@ -120,13 +123,14 @@ class CudaDevice:
             view = x[(*(slice(None),) * axis, index)]
             if view.flags.c_contiguous:
                 return view
+        function = self._rows("take", _moved(x))
         count = _count(index, x.shape[axis])
         shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
         taken = self._new(shape, x.dtype)
         rest = 4 - x.ndim
         strides = [stride // x.itemsize for stride in x.strides]
         dims = [*map(np.int64, (*shape, *(1,) * rest, *strides, *(0,) * rest))]
-        self.run(self._rows("take", _named(x.dtype)), taken.size, x, taken,
+        self.run(function, taken.size, x, taken,
                  *self._index(index), np.int32(axis), *dims)  # fmt: skip
         return taken
 
@@ -181,6 +185,10 @@ class CudaDevice:
         """By the GPU's clock."""
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3
 
+    def bytes(self, count: int) -> Any:
+        """Zeros, made and set on the current stream."""
+        return self._cupy.zeros(count, np.uint8)
+
     def side_stream(self, priority: int | None = None) -> Any:
         """A further stream of this rank, which runs beside `stream`."""
         with self.gpu:
@@ -194,7 +202,7 @@ class CudaDevice:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         pause = 0.0
-        while not self._done(event):
+        while not self.reached(event):
             check()
             time.sleep(pause)
             pause = min(pause + 5e-6, 1e-3)
@@ -210,17 +218,17 @@ class CudaDevice:
             with contextlib.suppress(Exception), self.gpu:
                 event = self._cupy.cuda.Event(disable_timing=True)
                 event.record(stream)
-                while not event.done and time.monotonic() < deadline:
+                while not self.reached(event) and time.monotonic() < deadline:
                     time.sleep(1e-3)
 
-    def _done(self, event: Any) -> bool:
-        """Whether an event has come to pass. What went wrong on the GPU shows here."""
-        try:
-            return bool(event.done)
-        except RingrtError:
-            raise
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            raise KernelError(f"on GPU {self.index}: {error}") from error
+    def reached(self, event: Any) -> bool:
+        """Whether an event has come to pass; `KernelError` if something went wrong on the GPU.
+        (CuPy's `event.done` is False for ever then.)"""
+        runtime = self._cupy.cuda.runtime
+        status = int(runtime.eventQuery(event.ptr))
+        if status in (0, _NOT_READY):
+            return status == 0
+        raise KernelError(f"on GPU {self.index}: {runtime.CUDARuntimeError(status)}")
 
     @contextlib.contextmanager
     def keeping(self, arena: Arena) -> Iterator[None]:
@@ -252,7 +260,7 @@ class CudaDevice:
         if key not in self._uploads:
             pinned = self._cupy.cuda.alloc_pinned_memory(max(x.nbytes, 1))
             np.frombuffer(pinned, x.dtype, x.size)[...] = x.reshape(-1)
-            there = self._cupy.empty(max(x.size, 1), x.dtype)
+            there = self._cupy.empty(max(x.size, 1), x.dtype)[: x.size]
             if x.size:
                 there.data.copy_from_host_async(pinned.ptr, x.nbytes, self.stream)
             self._uploads[key] = there, pinned
@@ -286,6 +294,12 @@ class CudaDevice:
             function((blocks, 1, 1), (_THREADS, 1, 1), arguments)
 
     @property
+    def capability(self) -> int:
+        """80 for sm_80."""
+        properties = self._cupy.cuda.runtime.getDeviceProperties(self.index)
+        return 10 * int(properties["major"]) + int(properties["minor"])
+
+    @property
     def shared_limit(self) -> int:
         """Shared memory that a block can have, in bytes."""
         properties = self._cupy.cuda.runtime.getDeviceProperties(self.index)
@@ -316,9 +330,15 @@ def carrier(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def _named(dtype: np.dtype[Any]) -> str:
-    """What a CuPy array of this dtype holds elements of."""
-    return "bfloat16" if dtype == np.uint16 else dtype.name
+def _moved(x: Array) -> str:
+    """A dtype of the size of x's elements, its own if kernels know it."""
+    by_size = {2: "bfloat16", 4: "float32", 8: "float64"}
+    if x.ndim > 4 or x.itemsize not in by_size:
+        raise Unsupported(
+            f"shards of CuPy arrays: not implemented for {x.ndim} dimensions of {x.dtype}, only "
+            f"for up to 4 dimensions of elements of 2, 4 or 8 bytes"
+        )
+    return x.dtype.name if x.dtype.name in TYPES else by_size[x.itemsize]
 
 
 def check_rows(*counts: int) -> None:

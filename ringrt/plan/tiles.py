@@ -69,6 +69,17 @@ class TileTable:
         begin, end = np.maximum(table[:, 0], start), np.minimum(table[:, 1], stop)
         return TileTable(trim(_cut(table, begin, end)))
 
+    def cut_at(self, edges: IntArray) -> TileTable:
+        """The same visible pairs, in tiles that do not reach over any of the rows `edges`, which
+        are sorted and begin and end beyond all tiles."""
+        first = np.searchsorted(edges, self.table[:, 0], side="right") - 1
+        parts = np.searchsorted(edges, self.table[:, 1], side="left") - first
+        which = np.arange(parts.sum()) + np.repeat(first - np.cumsum(parts) + parts, parts)
+        table = np.repeat(self.table, parts, axis=0)
+        begin = np.maximum(table[:, 0], edges[which])
+        end = np.minimum(table[:, 1], edges[which + 1])
+        return TileTable(trim(_cut(table, begin, end)))
+
     def portions(self, count: int) -> list[TileTable]:
         """The same visible pairs as at most about `count` tables of about equal work, cut
         between rows, so that a caller can do something else between them."""

@@ -20,18 +20,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from ringrt.backend import Stream
 from ringrt.device import Device, Kind, Mark
 from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import cupy, nccl
 from ringrt.errors import ExchangeTimeout, RingrtError, TransportError
-from ringrt.transport import Message, Transport
+from ringrt.transport import Message, Releasable, Transport
 
 #: The scheduler takes the highest that there is where this is higher.
 _HIGH_PRIORITY = -5
 #: How often the watchdog looks, in seconds.
 _WATCH_EVERY = 0.01
+#: How long to wait for a call of NCCL to return before the communicator is aborted under it.
+_CALL_TIMEOUT = 1.0
 #: The setting by which NCCL lets several ranks share a GPU.
 _SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -48,18 +51,28 @@ class NcclTransport:
         self._control = control
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
+        #: By where the arrays of all ranks lie.
+        self._links: dict[tuple[str, ...], _Link] = {}
         self._link: _Link | None = None
+        self._graphs: WeakSet[Releasable] = WeakSet()
 
-    def attach(self, device: Device, timeout: float) -> None:
-        """Join a communicator of all ranks, on this device."""
+    def attach(self, device: Device, places: Sequence[str], timeout: float) -> None:
+        """Join a communicator of all ranks on their devices, unless there is one already."""
         assert isinstance(device, CudaDevice)
-        if self._link is not None and self._link.device is device:
-            return
-        if self._link is not None:
-            self._link.close()
-        self._link = _Link(self._control, device)
-        if self.size > 1:
-            self._link.connect(timeout)
+        key = tuple(places)
+        if key not in self._links:
+            link = _Link(self._control, device)
+            try:
+                link.connect(timeout)
+            except BaseException as error:
+                self.abort(str(error) or type(error).__name__)
+                raise
+            self._links[key] = link
+        self._link = self._links[key]
+
+    def keep_graph(self, graph: Releasable) -> None:
+        """NCCL waits, in abort and destroy, for graphs that hold its communicator."""
+        self._graphs.add(graph)
 
     def exchange(
         self,
@@ -93,14 +106,20 @@ class NcclTransport:
     def abort(self, reason: str) -> None:
         """Tell the others, and free this GPU from what it waits for."""
         self._control.abort(reason)
-        if self._link is not None:
-            self._link.abort()
+        self._release()
+        for link in self._links.values():
+            link.abort()
 
     def close(self) -> None:
-        """Leave the communicator."""
-        if self._link is not None:
-            self._link.close()
+        """Leave the communicators."""
+        self._release()
+        for link in self._links.values():
+            link.close()
         self._control.close()
+
+    def _release(self) -> None:
+        for graph in list(self._graphs):
+            graph.release()
 
 
 class NcclTicket:
@@ -152,20 +171,37 @@ class _Link:
         self._failure: RingrtError | None = None
         self._open: deque[NcclTicket] = deque()
         self._changed = threading.Condition()
+        #: Held while NCCL is called: a communicator must not be aborted under a call.
+        self._calling = threading.RLock()
         self._closed = False
 
     def connect(self, timeout: float) -> None:
-        """Join the communicator. Collective."""
-        mine = self._nccl.get_unique_id() if self.rank == 0 else b""
-        unique = self._control.all_gather_bytes(bytes(mine), timeout)[0]
-        self._comm = _within(timeout, self._join, unique, f"rank {self.rank} waited {timeout:g} s "
-                             f"for the other ranks to join its NCCL communicator")  # fmt: skip
+        """Join the communicator, and pass a byte to every other rank and from it: NCCL makes its
+        connections when two ranks first talk, and its host threads wait for one another there,
+        with no deadline. Collective; afterwards all ranks have come so far."""
+        if self.size == 1:
+            return
+        mine = b""
+        if self.rank == 0:
+            with _mapped(self._nccl):
+                mine = bytes(self._nccl.get_unique_id())
+        unique = self._control.all_gather_bytes(mine, timeout)[0]
+        late = f"rank {self.rank} waited {timeout:g} s for others to join its NCCL communicator"
+        self._comm = _within(timeout, lambda: self._join(unique), self._control.poll, late)
+        self._control.barrier(timeout)
         name = f"ringrt-nccl-{self.rank}"
         threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def _join(self, unique: bytes) -> Any:
-        with self.device.gpu, _mapped(self._nccl):
-            return self._nccl.NcclCommunicator(self.size, unique, self.rank)
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        with self.device.gpu, self._stream, _mapped(self._nccl):
+            comm = self._nccl.NcclCommunicator(self.size, unique, self.rank)
+            sent, got = self.device.bytes(self.size), self.device.bytes(self.size)
+            sends = [Message(peer, sent[peer : peer + 1]) for peer in peers]
+            recvs = [Message(peer, got[peer : peer + 1]) for peer in peers]
+            self._group(comm, sends, recvs)
+            self._stream.synchronize()
+        return comm
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: int, stream: Any
@@ -178,8 +214,12 @@ class _Link:
         self._stream.wait_event(stream.record())
         ticket.begin = self._mark()
         if words:
-            with _mapped(self._nccl):
-                self._group(sends, recvs)
+            with self._calling, _mapped(self._nccl):
+                if self._comm is None:
+                    raise self._failure or TransportError(
+                        f"the NCCL communicator of rank {self.rank} was aborted"
+                    )
+                self._group(self._comm, sends, recvs)
         ticket.end = self._mark()
         if words and not self.device.capturing:
             with self._changed:
@@ -187,10 +227,10 @@ class _Link:
                 self._changed.notify()
         return ticket
 
-    def _group(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    def _group(self, comm: Any, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._nccl.groupStart()
         try:
-            for verb, messages in ((self._comm.recv, recvs), (self._comm.send, sends)):
+            for verb, messages in ((comm.recv, recvs), (comm.send, sends)):
                 for m in messages:
                     address = m.data.data.ptr  # type: ignore[attr-defined]
                     count, kind = m.data.nbytes, self._nccl.NCCL_UINT8
@@ -220,21 +260,25 @@ class _Link:
 
     def abort(self) -> None:
         """Take the communicator off the GPU, once."""
-        with self._changed:
-            comm, self._comm, self._closed = self._comm, None, True
-            self._changed.notify()
-        if comm is not None:
-            with contextlib.suppress(Exception):
-                comm.abort()
+        self._leave(lambda comm: comm.abort())
 
     def close(self) -> None:
         """Leave the communicator; the other ranks may still be at work."""
-        with self._changed:
-            comm, self._comm, self._closed = self._comm, None, True
-            self._changed.notify()
-        if comm is not None:
-            with contextlib.suppress(Exception):
-                comm.destroy()
+        self._leave(lambda comm: comm.destroy())
+
+    def _leave(self, leave: Callable[[Any], None]) -> None:
+        """Not while a call of NCCL is under way in another thread, unless it does not end."""
+        held = self._calling.acquire(timeout=_CALL_TIMEOUT)
+        try:
+            with self._changed:
+                comm, self._comm, self._closed = self._comm, None, True
+                self._changed.notify()
+            if comm is not None:
+                with contextlib.suppress(Exception), self.device.gpu:
+                    leave(comm)
+        finally:
+            if held:
+                self._calling.release()
 
     def _watch(self) -> None:
         """The watchdog's thread. The clock of an exchange starts when the GPU has come to it."""
@@ -247,9 +291,13 @@ class _Link:
                     return
                 ticket = self._open[0]
             try:
-                done, late = ticket.end.done, self._past_deadline(ticket)
-            except Exception:
-                return  # the GPU has failed, which the rank itself finds out and tells
+                done, late = self.device.reached(ticket.end), self._past_deadline(ticket)
+                self._check_network()
+            except RingrtError as error:
+                # The rank itself finds out what has failed on its GPU; of the network, here.
+                self._failure = self._failure or error
+                self.abort()
+                return
             if done:
                 self._drop(ticket)
             elif late:
@@ -259,13 +307,23 @@ class _Link:
             else:
                 time.sleep(_WATCH_EVERY)
 
+    def _check_network(self) -> None:
+        """NCCL tells of broken connections only when asked."""
+        if self._calling.acquire(blocking=False):
+            try:
+                with _mapped(self._nccl):
+                    if self._comm is not None:
+                        self._comm.check_async_error()
+            finally:
+                self._calling.release()
+
     def _drop(self, ticket: NcclTicket) -> None:
         with self._changed:
             if self._open and self._open[0] is ticket:
                 self._open.popleft()
 
     def _past_deadline(self, ticket: NcclTicket) -> bool:
-        if ticket.timeout is None or not ticket.begin.done:
+        if ticket.timeout is None or not self.device.reached(ticket.begin):
             return False
         now = time.monotonic()
         if ticket.deadline is None:
@@ -273,20 +331,24 @@ class _Link:
         return now > ticket.deadline
 
 
-def _within(timeout: float, join: Callable[[bytes], Any], unique: bytes, late: str) -> Any:
-    """`join(unique)`, which blocks until every rank has come, for so many seconds at most."""
+def _within(timeout: float, join: Callable[[], Any], poll: Callable[[], None], late: str) -> Any:
+    """`join()`, which blocks until every rank has come, for so many seconds at most and while
+    `poll` does not raise."""
     result: list[Any] = []
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
-            result.append(join(unique))
+            result.append(join())
         except BaseException as error:
             failure.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout)
+    deadline = time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(0.02)
+        poll()
     if failure:
         raise failure[0]
     if not result:

@@ -18,7 +18,7 @@ from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import cupy
 from ringrt.errors import ExchangeTimeout
 from ringrt.plan.partition import Array
-from ringrt.transport import Message, Transport
+from ringrt.transport import Message, Releasable, Transport
 
 #: Bytes of each message that are under way at a time; twice that is pinned.
 CHUNK = 8 << 20
@@ -45,8 +45,11 @@ class StagedTransport:
         self.copies = on.side_stream()
         self._staging: dict[tuple[str, int, int], Staging] = {}
 
-    def attach(self, device: Device, timeout: float) -> None:
+    def attach(self, device: Device, places: Sequence[str], timeout: float) -> None:
         """Nothing: it was made for its device."""
+
+    def keep_graph(self, graph: Releasable) -> None:
+        """Only a ring of one rank is captured, and its graph holds nothing of this."""
 
     def exchange(
         self,
@@ -178,7 +181,7 @@ class StagedTicket:
     def _wait_for(self, event: Any, timeout: float) -> None:
         """Until the GPU has copied; other ranks' failures end it too."""
         deadline = time.monotonic() + timeout
-        while event is not None and not event.done:
+        while not self._transport.on.reached(event):
             self._transport.poll()
             if time.monotonic() > deadline:
                 raise ExchangeTimeout(

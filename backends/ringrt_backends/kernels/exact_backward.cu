@@ -18,6 +18,7 @@ DEVICE void differentiate(const T* q, const T* k, const T* dout, const T* v, dou
 }
 
 template <int N> DEVICE void add_to(T* to, const double (&sums)[N], int lane, int dim, double factor) {
+#pragma unroll
     for (int n = 0; n < N; n++) {
         int d = lane + n * LANES;
         if (d < dim) to[d] += T(sums[n] * factor);
@@ -48,6 +49,7 @@ backward_q(const T* q, const T* dout, const T* k, const T* v, const T* lse, cons
     bool mine = row < item.end;
     double row_lse = mine ? lse[(i64)at * rows + row] : -INF, row_delta = mine ? delta[(i64)at * rows + row] : 0;
     double sums[DK / LANES];
+#pragma unroll
     for (int n = 0; n < DK / LANES; n++) sums[n] = 0;
     load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, item.end - first, head_dim);
     load_rows<TILE, DV, PITCH_V>(do_tile, dout, do_row, item.end - first, value_dim);
@@ -91,7 +93,9 @@ backward_kv(const T* q, const T* dout, const T* k, const T* v, const T* lse, con
     k += batch * k_batch + first * k_row + kv_head * k_head;
     v += batch * v_batch + first * v_row + kv_head * v_head;
     double dk_sums[DK / LANES], dv_sums[DV / LANES];
+#pragma unroll
     for (int n = 0; n < DK / LANES; n++) dk_sums[n] = 0;
+#pragma unroll
     for (int n = 0; n < DV / LANES; n++) dv_sums[n] = 0;
     load_rows<TILE, DK, PITCH_K>(k_tile, k, k_row, item.end - first, head_dim);
     load_rows<TILE, DV, PITCH_V>(v_tile, v, v_row, item.end - first, value_dim);

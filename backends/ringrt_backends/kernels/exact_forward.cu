@@ -29,6 +29,7 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
     bool mine = row < item.end;
 
     double m = -INF, z = 0, y[DV / LANES];
+#pragma unroll
     for (int n = 0; n < DV / LANES; n++) y[n] = 0;
     load_rows<TILE, DK, PITCH_K>(q_tile, q, q_row, item.end - first, head_dim);
     for (Walk<true, TILE> here(pieces, item); here.more(); here.next()) {
@@ -38,6 +39,7 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
         __syncthreads();
         Range seen = keys_of(here.piece(), row);
         double s[TILE / LANES], top = m, slope;
+#pragma unroll
         for (int n = 0; n < TILE / LANES; n++) {
             int key = lane + n * LANES;
             bool sees = here.at + key >= seen.begin && here.at + key < seen.end;
@@ -47,6 +49,7 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
         top = max_of_lanes<LANES>(top);
         double shift = top == -INF ? 0 : top;  // a row that has seen nothing stays empty
         double keep = exp(m - shift), sum = 0;
+#pragma unroll
         for (int n = 0; n < TILE / LANES; n++) {
             int key = lane + n * LANES;
             bool sees = here.at + key >= seen.begin && here.at + key < seen.end;
@@ -56,6 +59,7 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
         }
         m = top;
         z = z * keep + sum_of_lanes<LANES>(sum);
+#pragma unroll
         for (int n = 0; n < DV / LANES; n++) y[n] *= keep;
         __syncwarp();  // the row's probabilities are there
         add_weighted<TILE, LANES, DV / LANES, DV>(y, p_row, p_row, v_tile, lane);
@@ -68,6 +72,7 @@ forward(const T* q, const T* k, const T* v, double* m_all, double* z_all, double
         m_all[state] = now;
         z_all[state] = old_z * keep + z * add;
     }
+#pragma unroll
     for (int n = 0; n < DV / LANES; n++) {
         int d = lane + n * LANES;
         if (d < value_dim) y_all[state * value_dim + d] = y_all[state * value_dim + d] * keep + y[n] * add;

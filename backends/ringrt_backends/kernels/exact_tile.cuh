@@ -50,6 +50,7 @@ template <int D> DEVICE double dot(const T* a, const T* b) {
 template <int TILE, int LANES, int N, int PITCH>
 DEVICE void add_weighted(double (&sums)[N], const T* weights, const T* sees, const T* tile, int d0) {
     for (int r = 0; r < TILE; r += 4) {
+#pragma unroll
         for (int n = 0; n < N; n++) {
             T four = 0;
             for (int i = 0; i < 4; i++)
