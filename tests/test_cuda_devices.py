@@ -85,7 +85,7 @@ def test_what_a_gpu_cannot_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda index: old)
     assert backend.supports(problem()) == "bfloat16 needs compute capability 8.0, this GPU has 7.5"
     assert backend.supports(problem("float32")) is None
-    assert "need 107 KiB of shared memory a block; this GPU has 64" in backend.supports(
+    assert "need 132 KiB of shared memory a block; this GPU has 64" in backend.supports(
         problem("float64", 256)
     )
 

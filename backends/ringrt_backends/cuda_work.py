@@ -43,7 +43,7 @@ def _work(tiles: TileTable, rows: int, block: int, transposed: bool) -> Work:
     order = np.argsort(owner, kind="stable")
     cut, owner = TileTable(cut.table[order]), owner[order]
     blocks, begin = np.unique(owner, return_index=True)
-    end = np.append(begin[1:], len(owner))
+    end = np.append(begin, len(owner))[1:]
     items = np.stack((edges[blocks], edges[blocks + 1], begin, end), axis=1)
     effort = np.add.reduceat(cut.visible_pairs(), begin) if len(begin) else begin
     items = items[np.argsort(-effort, kind="stable")]

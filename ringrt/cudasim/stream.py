@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -111,16 +112,16 @@ def get_elapsed_time(start_event: Event, end_event: Event) -> float:
         return (end_event._ended() - start_event._ended()) * 1e3
 
 
-class BaseStream:
+class BaseStream(ABC):
     """What `Stream` and `ExternalStream` have in common. `device_id` is -1 for the null stream,
     which is that of the current device."""
 
     ptr: int
     device_id: int
 
+    @abstractmethod
     def _lane(self) -> Lane:
         """The stream's inside."""
-        raise NotImplementedError
 
     def use(self) -> BaseStream:
         """Make it the calling thread's current stream."""
