@@ -17,7 +17,7 @@ from ringrt.plan import Mask, Piece, Problem, Run
 from ringrt.plan.tiles import lower
 from ringrt_backends.cuda_cupy import CupyBackend
 from ringrt_backends.cuda_work import by_keys, by_queries
-from support import assert_close, random_qkv
+from support import assert_close, mpirun, random_qkv, ringrt_command
 
 PATH = {"backend": "cupy", "transport": "nccl", "timeout": 20}
 
@@ -138,3 +138,28 @@ def test_a_block_has_no_rows_that_a_tile_has_not():
     tiles = lower(mask, (Run(0, 1, 45),), (Run(0, 1, 45),))
     assert sorted(by_queries(tiles, 45, 128).items[:, :2].tolist()) == [[0, 20], [20, 45]]
     assert sorted(by_keys(tiles, 45, 64).items[:, :2].tolist()) == [[0, 20], [20, 45]]
+
+
+def test_gpu_arrays_over_mpi_by_way_of_the_host():
+    """Two processes, each with simulated GPUs of its own."""
+    command = ("-m", "ringrt", "run", "examples/cuda.yaml", "--set", "ring.transport=mpi")
+    done = mpirun(2, *command, timeout=100, env={"RINGRT_CUDASIM": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "backend cupy" in done.stdout
+    assert "verified" in done.stdout
+
+
+def test_the_example_runs_as_it_stands():
+    done = ringrt_command("run", "examples/cuda.yaml", timeout=100, env={"RINGRT_CUDASIM": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "simulated: times would say nothing of a GPU" in done.stdout
+    assert "verified" in done.stdout
+
+
+def test_doctor_names_what_there_is_and_what_is_missing():
+    done = ringrt_command("doctor", timeout=100, env={"RINGRT_CUDASIM": "0"})
+    for part in ("CuPy: works - ", "NVRTC: works - ", "NCCL: works - ", "GPU: ", "CUDA: "):
+        assert part in done.stdout
+    done = ringrt_command("doctor", timeout=100, env={"RINGRT_CUDASIM": "1"})
+    assert "CUDA: works - simulated on the host" in done.stdout
+    assert "transport nccl: works - two thread ranks" in done.stdout
