@@ -20,6 +20,7 @@ TILES, SCHEDULE, NEEDS = PLAN + "tiles.py", PLAN + "schedule.py", PLAN + "needs.
 OPTIONS, ROWS = PLAN + "mask_options.py", PLAN + "rows.py"
 STATE, REFERENCE = "ringrt/softmax_state.py", "backends/ringrt_backends/reference.py"
 EXCHANGE, BACKWARD = ENGINE + "exchange.py", ENGINE + "backward.py"
+HOST = "ringrt/device/host.py"
 
 MUTANTS = [
     # Bands and tiles.
@@ -59,18 +60,18 @@ MUTANTS = [
     Mutant("sink without its weight", STATE, "state.z[...] = logits != -np.inf", "state.z[...] = 0"),
     Mutant("what is hidden leaks as NaN", REFERENCE, "product[:, :, rows] +=", "product[:, :, :] += 0 * stray[:, :, None, :]\n        product[:, :, rows] +="),
     # Engine.
-    Mutant("sink added at every step", ENGINE + "forward.py", "            ticket.progress()\n", "            if sink is not None:\n                state.softmax.z[...] += 1\n            ticket.progress()\n"),
+    Mutant("sink added at every step", ENGINE + "forward.py", "        exchange.wait(step, ticket)\n", "        if sink is not None:\n            state.softmax.z[...] += 1\n        exchange.wait(step, ticket)\n"),
     Mutant("always the home shard", EXCHANGE, "return self._lying_in(step.slot, step.rows)", "return self._home"),
     Mutant("sends what it should not", EXCHANGE, "source = self._home if at_home else self.present(step)", "source = self._home if at_home or step.index == 2 else self.present(step)"),
     Mutant("received bytes counted as sent", EXCHANGE, "self._stats.bytes_sent += sum(message.data.nbytes for message in sends)", "self._stats.bytes_sent += sum(message.data.nbytes for message in recvs)"),
-    Mutant("block-local delta", BACKWARD, "delta[..., seen].astype(np.float64)).sum", "(1 + delta[..., seen]).astype(np.float64)).sum"),
+    Mutant("block-local delta", HOST, "delta[..., seen].astype(np.float64)).sum", "(1 + delta[..., seen]).astype(np.float64)).sum"),
     Mutant("block-local lse in backward", REFERENCE, "p = np.where(counted, np.exp(scores - lse), 0)", "p = np.where(counted, np.exp(scores - np.log(np.sum(np.where(counted, np.exp(scores), 0), axis=-1, keepdims=True) + 1e-300)), 0)"),
     Mutant("delta left out", REFERENCE, "p * (dp - delta) * slope", "p * dp * slope"),
     Mutant("slope of the softcap left out", REFERENCE, "return problem.softcap * tanh, problem.scale * (1 - tanh**2)", "return problem.softcap * tanh, problem.scale"),
-    Mutant("carried sums dropped", BACKWARD, "total[:, step.carry.rows.within(step.sums)] = carried[index]", "pass"),
-    Mutant("own part dropped", BACKWARD, "        if part:\n            total", "        if part and not step.carry:\n            total"),
+    Mutant("carried sums dropped", BACKWARD, "device.add_rows(total, step.carry.rows.within(step.sums), carried[index], _ALL)", "pass"),
+    Mutant("own part dropped", BACKWARD, "        if part:\n            to, rows", "        if part and not step.carry:\n            to, rows"),
     Mutant("dk and dv swapped at home", BACKWARD, "return dk, dv\n\n    def finish", "return dv, dk\n\n    def finish"),
-    Mutant("what comes home overwrites", BACKWARD, "total[:, step.home.rows.within(Rows.all(total.shape[1]))] += more", "total[:, step.home.rows.within(Rows.all(total.shape[1]))] = more"),
-    Mutant("KV of the first step throughout", BACKWARD, "part = side.compute(exchange.present(step), parts", "part = side.compute(exchange.present(steps[0]), parts"),
-    Mutant("sinks counted in rows without keys", BACKWARD, "gradient: Array = -(np.exp(shift)", "gradient: Array = -2 * (np.exp(shift)"),
+    Mutant("what comes home overwrites", BACKWARD, "device.add_rows(total, step.home.rows.within(Rows.all(total.shape[1])), more, _ALL)", "total[:, step.home.rows.within(Rows.all(total.shape[1]))] = more"),
+    Mutant("KV of the first step throughout", BACKWARD, "part = side.compute(exchange.present(step), step", "part = side.compute(exchange.present(steps[0]), step"),
+    Mutant("sinks counted in rows without keys", HOST, "part: Array = -(np.exp(shift)", "part: Array = -2 * (np.exp(shift)"),
 ]  # fmt: skip

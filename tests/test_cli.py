@@ -109,7 +109,10 @@ MISTAKES = [
     ),
     (["run", "JOB", "--set", "ring.travel=zz"], "ring.travel: expected auto or kv or q, got 'zz'"),
     (["run", "JOB", "--set", "attention.dropout=0.1"], "attention.dropout: expected one of"),
-    (["run", "JOB", "--set", "ring.backend=abacus"], "ring.backend: expected auto or cpu or null"),
+    (
+        ["run", "JOB", "--set", "ring.backend=abacus"],
+        "ring.backend: expected auto or cpu or cupy or null",
+    ),
     (["run", "JOB", "--set", "output.path=x.bin"], "output.path: expected a name that ends in"),
     (["plan", "JOB", "--set", "ring.schedule=star"], "ring.schedule: expected auto or ring"),
     (

@@ -111,9 +111,7 @@ class Variant:
 
     @property
     def _step(self) -> int:
-        if not self.tensor_cores:
-            return 16
-        return 32 if max(self.dk, self.dv) > 64 else 64
+        return 32 if self.tensor_cores else 16
 
     def _backward_shared(self) -> int:
         dk, dv, own, step = self.dk, self.dv, self._own, self._step

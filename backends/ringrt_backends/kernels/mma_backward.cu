@@ -20,7 +20,7 @@ typedef TYPE T;
 #define THREADS 128
 #define WIDE (DK > 128 || DV > 128)
 #define BLOCK 64  // rows that a block owns, 16 a warp
-#define STEP (WIDE || DK > 64 || DV > 64 ? 32 : 64)
+#define STEP 32  // rows of the other side at a time: what the registers leave room for
 #define NT (STEP / 8)
 #ifndef SUMS
 #define SUMS 3
