@@ -184,7 +184,9 @@ class Ring:
 
         q `[batch, rows, q_heads, head_dim]`, k `[batch, kv_rows, kv_heads, head_dim]`, v
         `[batch, kv_rows, kv_heads, value_dim]`: this rank's shards, one dtype of float16,
-        bfloat16, float32, float64, any strides. Returns out `[batch, rows, q_heads,
+        bfloat16, float32, float64, any strides; NumPy arrays, or CuPy arrays of one GPU, and the
+        results are of the same kind. A CUDA backend copies NumPy arrays to its GPU and back; one
+        of the host refuses CuPy arrays. Returns out `[batch, rows, q_heads,
         value_dim]` in that dtype, and lse `[batch, q_heads, rows]`, natural logarithm, float32
         (float64 for float64). A row that sees no key has out 0 and lse −inf.
 

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from cuda_support import simulator  # noqa: F401
 
 import oracle
 import ringrt
@@ -13,12 +14,6 @@ from ringrt import cudasim
 from ringrt.cudasim import api as cupy
 from ringrt.errors import ConfigError, ExchangeTimeout, PeerLost, Unsupported
 from support import assert_close, random_qkv
-
-
-@pytest.fixture(autouse=True)
-def simulator(monkeypatch):
-    monkeypatch.setenv("RINGRT_CUDASIM", "1")
-    cudasim.reset()
 
 
 def shards_on_gpu(ring, arrays):

@@ -16,6 +16,7 @@ import numpy as np
 
 from ringrt.backend import Stream
 from ringrt.device.cuda import CudaDevice, check_rows
+from ringrt.errors import KernelError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
@@ -55,7 +56,7 @@ class CupyBackend:
     backward = True
 
     def __init__(self, device: CudaDevice) -> None:
-        self._device = device
+        self._device, self._stopped = device, False
         self._work: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
 
     def supports(self, problem: Problem) -> str | None:
@@ -177,13 +178,15 @@ class CupyBackend:
         return grads.dq
 
     def close(self) -> None:
-        """Forget what was made for plans."""
-        self._work.clear()
+        """Queue nothing more; what is queued comes to its end."""
+        self._stopped = True
 
     def _function(self, kernel: Kernel) -> Any:
         return self._device.function(kernel.path, kernel.name, kernel.options, kernel.shared)
 
     def _launch(self, kernel: Kernel, blocks: int, *arguments: Any) -> None:
+        if self._stopped:
+            raise KernelError("backend cupy was broken off while it was computing")
         if blocks:
             function, threads = self._function(kernel), (_THREADS, 1, 1)
             function((blocks, 1, 1), threads, arguments, shared_mem=kernel.shared)

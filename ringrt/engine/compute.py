@@ -16,6 +16,9 @@ from ringrt.transport import Transport
 #: Called after each step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
 
+#: What a backend does with some tiles of a step.
+Tiled = Callable[[TileTable], None]
+
 #: A transport that moves data only when it is tested gets that many chances in a step.
 _PROGRESS_CALLS = 16
 
@@ -76,6 +79,3 @@ class Pass:
         moves = (step.send, step.recv, step.grad_send, step.carry, step.home)
         count = _PROGRESS_CALLS if self.transport.needs_progress and any(moves) else 1
         yield from (tiles for tiles in step.tiles.portions(count) if len(tiles))
-
-
-Tiled = Callable[[TileTable], None]

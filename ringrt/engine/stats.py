@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ringrt.device import Device, Mark
 
@@ -70,9 +70,3 @@ class Recorder:
 
     def _total(self, stats: PassStats, what: What) -> float:
         return sum((span.end - span.begin for span in stats.timeline if span.what == what), 0.0)
-
-
-def plain(stats: PassStats) -> dict[str, Any]:
-    """The counts and seconds, without the timeline."""
-    names = PassStats.__slots__
-    return {name: getattr(stats, name) for name in names if name != "timeline"}
