@@ -12,7 +12,7 @@ import numpy as np
 
 import ringrt
 from ringrt.backend import BackendContext
-from ringrt.plan import Mask, Problem, get_partition, plan
+from ringrt.plan import PARTITIONS, Mask, Problem, plan
 from ringrt.plan.partition import positions, shard, unshard
 from ringrt.registry import registry
 
@@ -29,7 +29,7 @@ def main() -> None:
     problem = Problem(1, 1, 1, DIM, DIM, TOKENS, TOKENS, "float64", mask, scale=0.5)
 
     # 2. The partition: which tokens lie where.
-    striped = get_partition("striped")
+    striped = PARTITIONS["striped"]
     for rank in range(RANKS):
         print(f"rank {rank} holds tokens {positions(striped.runs(TOKENS, RANKS, rank)).tolist()}")
 

@@ -37,6 +37,8 @@ class Backend(Protocol):
 
     #: Whether the three verbs of the backward pass are implemented.
     backward: bool
+    #: Whether `begin_backward` wants out as well. K,V then travel in backward: out does not.
+    needs_out: bool
 
     def supports(self, problem: Problem) -> str | None:
         """None if every part of the problem is implemented; otherwise what is not, in words."""
@@ -69,10 +71,12 @@ class Backend(Protocol):
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> Any:
         """The gradients of some query rows, so far none. dout like out; lse and
         delta = rowsum(dout · out) `[batch, q_heads, rows]` in the state dtype, of the whole row
-        and not of a block. All must stay as they are until `finish_backward`."""
+        and not of a block. All must stay as they are until `finish_backward`. `out` is given where
+        the backend `needs_out`."""
 
     def accumulate_backward(
         self,
@@ -113,7 +117,9 @@ class BackendSpec:
     highest `priority` that supports the problem; None is never taken unasked. `device` is the
     kind of device on which its arrays lie. `rounds_weights`: for 16-bit inputs the softmax
     weights, and in backward their gradients, are rounded to the inputs' dtype before they are
-    multiplied, as tensor cores ask for; verification allows for it.
+    multiplied, as tensor cores ask for, or a block's results before they are merged; verification
+    allows for it. `contains_nan`: NaN and inf in what a row does not see cannot reach it even
+    inside a tile that it sees in part; where that is False, whole tiles still keep them out.
     """
 
     name: str
@@ -123,6 +129,7 @@ class BackendSpec:
     priority: int | None = None
     device: Kind = "cpu"
     rounds_weights: bool = False
+    contains_nan: bool = True
 
 
 class BlockBackend(ABC):
@@ -134,6 +141,7 @@ class BlockBackend(ABC):
     """
 
     backward = False
+    needs_out = False
 
     #: e for natural logarithms, 2 for kernels that work in powers of two.
     lse_base: float = np.e

@@ -24,7 +24,7 @@ from ringrt.inputs import Shapes
 from ringrt.options import CallOptions
 from ringrt.places import shard_of
 from ringrt.plan import Partition, Plan, Problem, plan
-from ringrt.plan.partition import Array
+from ringrt.plan.partition import Array, check_partition
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import lower
 from ringrt.registry import registry
@@ -53,6 +53,7 @@ class Prepared:
     device: Device
     #: What moves arrays of that device.
     transport: Transport
+    operation: str = "forward"
     #: For the gradient of sinks: which query rows see any key, bool `[rows]`.
     seen: Array | None = None
 
@@ -124,6 +125,7 @@ class Caller:
     def check_shares(self, field: str, rows: list[int]) -> None:
         """`RankMismatch` unless every rank's rows are its share of the total."""
         partition = self.options.partition
+        check_partition(partition, sum(rows), self.transport.size)
         shares = partition.counts(sum(rows), self.transport.size)
         if rows != shares:
             pairs = zip(rows, shares, strict=True)
@@ -134,8 +136,9 @@ class Caller:
 
     def shard(self, x: Array, axis: int) -> Array:
         """This rank's rows of a whole array."""
-        transport = self.transport
-        runs = self.options.partition.runs(x.shape[axis], transport.size, transport.rank)
+        transport, partition = self.transport, self.options.partition
+        check_partition(partition, x.shape[axis], transport.size)
+        runs = partition.runs(x.shape[axis], transport.size, transport.rank)
         return shard_of(x, runs, axis, self.gpu)
 
     def gpu(self, index: int) -> CudaDevice:
@@ -156,7 +159,7 @@ class Caller:
         failure, prepared, alike = None, None, {}
         try:
             prepared = self._prepare_here(records, shapes, place, call)
-            alike = {"the kind of device": prepared.device.kind}
+            alike = {"the kind of device": prepared.device.kind, "travel": prepared.travel}
         except Exception as error:
             failure = error
         agree_ready(self.transport, alike, failure, self._prepare_timeout)
@@ -173,22 +176,32 @@ class Caller:
         rank, options = self.transport.rank, self.options
         backward = records[rank]["operation"] == "backward"
         problem = self._problem(records, shapes, call)
+        name, backend, device = self._choose_backend(problem, backward, place)
         planned = plan(
             problem,
             options.partition,
             self.transport.size,
             options.schedule,
             backward=backward,
-            travel=options.travel,
+            travel="kv" if backend.needs_out else options.travel,
         )
-        name, backend, device = self._choose_backend(problem, backward, place)
         with device.running():
             device.prepare(problem.dtype)
             backend.prepare(problem)
         steps = planned.backward_steps(rank) if backward else planned.steps(rank)
         seen = _seen_rows(planned, rank) if backward and problem.sink else None
         transport = self._transport_for(device)
-        return Prepared(problem, steps, planned.travel, name, backend, device, transport, seen=seen)
+        return Prepared(
+            problem,
+            steps,
+            planned.travel,
+            name,
+            backend,
+            device,
+            transport,
+            records[rank]["operation"],
+            seen,
+        )
 
     def _problem(self, records: list[Record], shapes: Shapes, call: CallOptions) -> Problem:
         """The whole problem, from what every rank said of its part."""
@@ -228,14 +241,21 @@ class Caller:
                 refusals.append(str(error))
                 continue
             refusal = backend.supports(problem)
-            if refusal is None and backward and not backend.backward:
-                refusal = "backward is not implemented"
+            if refusal is None and backward:
+                refusal = self._refuses_backward(backend)
             if refusal is None:
                 return name, backend, device
             refusals.append(f"backend {name}: {refusal}")
         if not refusals:
             raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
         raise Unsupported("; ".join(refusals))
+
+    def _refuses_backward(self, backend: Backend) -> str | None:
+        if not backend.backward:
+            return "backward is not implemented"
+        if backend.needs_out and self.options.travel == "q":
+            return "travel q is not implemented: backward needs out, which does not travel"
+        return None
 
     def _misplaced(self, name: str, place: Place) -> str | None:
         """Why a backend cannot compute on arrays that lie there, or move them by this ring."""

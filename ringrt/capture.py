@@ -12,7 +12,7 @@ from typing import Any
 
 from ringrt.calls import Prepared
 from ringrt.device.cuda import Arena, CudaDevice
-from ringrt.engine.compute import OnStep, Pass
+from ringrt.engine.compute import Pass
 from ringrt.engine.forward import forward
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ExchangeTimeout, RingrtError, TransportError, Unsupported
@@ -69,7 +69,7 @@ class CapturedPass:
 
     def _pass(self, sink: Array | None) -> tuple[Array, Array]:
         call, stats = self._call, PassStats(self._call.transport.rank, self._call.backend_name)
-        run = Pass(self._device, call.transport, stats, self._timeout, _nothing)
+        run = Pass(self._device, call.transport, stats, self._timeout)
         with self._device.keeping(self._arena):
             return forward(*self._arrays, sink, call.problem, call.steps, call.backend, run)
 
@@ -80,9 +80,6 @@ class CapturedPass:
                 f"rank {self._call.transport.rank} waited {self._timeout:g} s for each of the "
                 f"{len(self._call.steps)} ring steps of a captured pass"
             )
-
-
-_nothing: OnStep = lambda done, steps: None  # noqa: E731
 
 
 def check_capturable(call: Prepared, **arrays: Any) -> None:

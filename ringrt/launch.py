@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from ringrt.errors import ConfigError, PeerLost, RankMismatch
 from ringrt.inputs import as_array, check_arrays, check_result, one_place
 from ringrt.places import unshard_like, wait_for_caller
-from ringrt.plan import get_partition
 from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array
 from ringrt.registry import registry
@@ -77,7 +76,7 @@ def attention(
     arrays = [as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     check_arrays(*arrays)
     wait_for_caller(one_place(q=arrays[0], k=arrays[1], v=arrays[2]))
-    rule = get_partition(partition)
+    rule = registry().partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, Array]:
         return ring.attention(*map(ring.cut, arrays), **options)
@@ -118,7 +117,7 @@ def attention_backward(
     arrays = [as_array(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
     check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:])
     wait_for_caller(one_place(**dict(zip(names, arrays, strict=True))))
-    rule = get_partition(partition)
+    rule = registry().partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, ...]:
         shards = [*map(ring.cut, arrays[:5]), ring.cut(arrays[5], axis=2)]

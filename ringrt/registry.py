@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
 
-import pluggy
-
-from ringrt import hookspecs
 from ringrt.backend import Backend, BackendContext, BackendSpec
 from ringrt.errors import BackendUnavailable, ConfigError, TransportError, TransportUnavailable
+from ringrt.plan.partition import Partition
+from ringrt.plugins import ENTRY_POINT_GROUP, Item, Plugins, one_line
 from ringrt.transport import Launch, Transport, TransportSpec
-
-ENTRY_POINT_GROUP = "ringrt"
-
-Spec = TypeVar("Spec", BackendSpec, TransportSpec)
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Backends and transports by name, and one line for each plugin that could not be used."""
+    """Backends, transports and partitions by name, and the plugins that bring them."""
 
     backends: Mapping[str, BackendSpec]
     transports: Mapping[str, TransportSpec]
-    problems: tuple[str, ...]
+    partitions: Mapping[str, Partition]
+    plugins: Plugins
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """One line for each plugin that could not be used."""
+        return self.plugins.problems
 
     def backend(self, name: str) -> BackendSpec:
         """The backend of that name, able to run here."""
@@ -55,6 +55,12 @@ class Registry:
         if missing := missing_for(spec):
             raise TransportUnavailable(f"transport {name}: {missing}")
         return spec
+
+    def partition(self, name: str) -> Partition:
+        """The partition of that name; `ConfigError` if there is none."""
+        if not isinstance(name, str) or name not in self.partitions:
+            raise ConfigError("partition", " or ".join(self.partitions), repr(name))
+        return self.partitions[name]
 
     def group(self, name: str, size: int) -> Sequence[Transport]:
         """The ends of a new ring of thread ranks."""
@@ -95,48 +101,18 @@ def registry() -> Registry:
     return load(entry_points(group=ENTRY_POINT_GROUP))
 
 
-def load(plugins: tuple[EntryPoint, ...] | list[EntryPoint]) -> Registry:
-    """Load plugins from their entry points. One that fails is a line in `problems`; the
-    others keep working."""
-    manager = pluggy.PluginManager("ringrt")
-    manager.add_hookspecs(hookspecs)
-    problems: list[str] = []
-    for point in plugins:
-        try:
-            manager.register(point.load(), name=point.name)
-        except Exception as error:
-            problems.append(f"plugin {point.name} ({point.value}): {one_line(error)}")
-    hook = manager.hook
-    backends = _collect(hook.ringrt_register_backends.get_hookimpls(), problems, BackendSpec)
-    transports = _collect(hook.ringrt_register_transports.get_hookimpls(), problems, TransportSpec)
-    return Registry(backends, transports, tuple(problems))
+def load(points: Iterable[EntryPoint]) -> Registry:
+    """What the plugins of some entry points bring."""
+    plugins = Plugins(points)
+    return Registry(
+        plugins.collect("ringrt_register_backends", BackendSpec),
+        plugins.collect("ringrt_register_transports", TransportSpec),
+        plugins.collect("ringrt_register_partitions", Partition),
+        plugins,
+    )
 
 
-def _collect(
-    implementations: list[pluggy.HookImpl], problems: list[str], kind: type[Spec]
-) -> dict[str, Spec]:
-    """What every plugin registers, plugin by plugin, so that one's failure is its own."""
-    found: dict[str, Spec] = {}
-    for implementation in implementations:
-        try:
-            specs = list(implementation.function())  # type: ignore[call-overload]
-            wrong = [spec for spec in specs if not isinstance(spec, kind)]
-            if wrong:
-                raise TypeError(f"registers {wrong[0]!r} instead of a {kind.__name__}")
-        except Exception as error:
-            problems.append(f"plugin {implementation.plugin_name}: {one_line(error)}")
-            continue
-        for spec in specs:
-            if spec.name in found:
-                problems.append(
-                    f"plugin {implementation.plugin_name}: the name {spec.name!r} is taken"
-                )
-            else:
-                found[spec.name] = spec
-    return dict(sorted(found.items()))
-
-
-def _named(specs: Mapping[str, Spec], name: str, kind: str) -> Spec:
+def _named(specs: Mapping[str, Item], name: str, kind: str) -> Item:
     if name not in specs:
         raise ConfigError(kind, "auto or " + " or ".join(specs), repr(name))
     return specs[name]
@@ -148,8 +124,3 @@ def missing_for(spec: BackendSpec | TransportSpec) -> str | None:
         return spec.probe()
     except Exception as error:
         return one_line(error)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of its text."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

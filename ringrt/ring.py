@@ -19,6 +19,7 @@ from ringrt.engine.compute import OnStep, Pass
 from ringrt.engine.forward import forward
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError, RingrtError
+from ringrt.hookspecs import RingStep
 from ringrt.inputs import (
     Shapes,
     as_array,
@@ -30,7 +31,7 @@ from ringrt.inputs import (
 )
 from ringrt.options import CallOptions, is_number
 from ringrt.places import give_back, put_like
-from ringrt.plan import Mask, get_partition
+from ringrt.plan import Mask
 from ringrt.plan.choose import check_names
 from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array, unshard
@@ -66,12 +67,13 @@ class Ring:
         if threads is not None and (not is_whole(threads) or threads < 1):
             raise ConfigError("threads", "a whole number of at least 1, or None", repr(threads))
         timeout = _timeout(timeout)
-        options = RingOptions(get_partition(partition), schedule, travel, timeout, threads)
+        rule = registry().partition(partition)
+        options = RingOptions(rule, schedule, travel, timeout, threads)
         self._caller = Caller(transport, options, backend)
         self._transport = transport
         #: What this rank did in the last pass; None before the first.
         self.stats: PassStats | None = None
-        #: Called after every step of a pass with (steps done, steps in all).
+        #: Called after every step of a pass.
         self.on_step: OnStep | None = None
 
     @classmethod
@@ -266,14 +268,15 @@ class Ring:
         call = self._caller.prepare("backward", shapes, place, given)
         device = call.device
         with self._running(call, shapes) as run:
-            dout = device.place(dout)
+            dout, out = device.place(dout), device.place(out)
             tensors = Tensors(
                 q=device.place(q),
                 k=device.place(k),
                 v=device.place(v),
                 dout=dout,
                 lse=device.take(device.place(lse), slice(None), 2),
-                delta=device.row_delta(dout, device.place(out), shapes.dtype),
+                delta=device.row_delta(dout, out, shapes.dtype),
+                out=out if call.backend.needs_out else None,
             )
             sums = backward(tensors, call.problem, call.steps, call.travel, call.backend, run)
             gradients: tuple[Array, ...] = tuple(give_back(device, x, q) for x in sums)
@@ -304,14 +307,21 @@ class Ring:
     @contextlib.contextmanager
     def _running(self, call: Prepared, shapes: Shapes) -> Iterator[Pass]:
         """A pass while data moves: whatever goes wrong here must reach the other ranks."""
-        self.stats = PassStats(self.rank, call.backend_name, tokens=shapes.q_rows)
+        names = call.backend_name, call.operation, call.travel
+        self.stats = PassStats(self.rank, *names, tokens=shapes.q_rows)
+        observe = self._observe if self.on_step or registry().plugins.observed else None
         try:
             with call.device.running():
-                yield Pass(call.device, call.transport, self.stats, self.timeout, self.on_step)
+                yield Pass(call.device, call.transport, self.stats, self.timeout, observe)
         except BaseException as error:
             self._transport.abort(str(error) or type(error).__name__)
             call.device.drain(self.timeout)
             raise
+
+    def _observe(self, step: RingStep) -> None:
+        if self.on_step is not None:
+            self.on_step(step)
+        registry().plugins.ring_step(step)
 
     def _sum_sinks(self, part: Array, sink: Array) -> Array:
         """The sum of all ranks' parts, in rank order, so that it is the same everywhere."""

@@ -186,7 +186,7 @@ def test_the_host_waits_for_nothing_in_the_loop(travel):
     def on_rank(ring):
         own = shards_of(ring, arrays, on_gpu=True)
         counts = []
-        ring.on_step = lambda done, total: counts.append(cudasim.synchronisations())
+        ring.on_step = lambda step: counts.append(cudasim.synchronisations())
         passes(ring, own, causal=True)
         counts.clear()
         before = cudasim.synchronisations()
@@ -401,8 +401,8 @@ def test_an_error_of_the_caller_between_steps_frees_the_others():
     arrays = example(30)
 
     def on_rank(ring):
-        def stop(done, total):
-            if ring.rank == 2 and done == 1:
+        def stop(step):
+            if ring.rank == 2 and step.done == 1:
                 raise KeyboardInterrupt
 
         ring.on_step = stop

@@ -17,7 +17,7 @@ FLOORS = [
     {"cudasim", "kernels"},
     {"device"},
     {"softmax_state", "backend", "transport"},
-    {"hookspecs", "registry", "inputs"},
+    {"hookspecs", "plugins", "registry", "partitions", "inputs"},
     {"engine"},
     {"transports"},
     {"options", "places", "calls", "capture", "ring", "launch"},

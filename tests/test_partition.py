@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ringrt.errors import ConfigError
-from ringrt.plan import PARTITIONS, get_partition
+from ringrt.plan import PARTITIONS
 from ringrt.plan.partition import positions, shard, unshard
+from ringrt.registry import registry
 from support import PARTITIONS as NAMES
 
 SIZES = st.integers(1, 9)
@@ -68,4 +69,4 @@ def test_a_shard_of_one_run_is_a_view():
 
 def test_an_unknown_partition_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"partition: expected contiguous .*, got 'diagonal'"):
-        get_partition("diagonal")
+        registry().partition("diagonal")

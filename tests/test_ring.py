@@ -147,7 +147,7 @@ def test_on_step_is_called_after_every_ring_step():
 
     def steps(ring):
         seen = []
-        ring.on_step = lambda done, total: seen.append((done, total))
+        ring.on_step = lambda step: seen.append((step.done, step.steps))
         ring.attention(*(ring.shard(x) for x in (q, k, v)))
         return seen
 

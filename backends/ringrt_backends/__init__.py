@@ -11,6 +11,9 @@ from ringrt.device.driver import missing_cuda, simulated
 from ringrt.hookspecs import hookimpl
 
 
+RINGRT_PROTOCOL = 1
+
+
 @hookimpl
 def ringrt_register_backends() -> list[BackendSpec]:
     """cupy, cpu, numba, reference and null."""
@@ -24,6 +27,8 @@ def ringrt_register_backends() -> list[BackendSpec]:
             priority=None if simulated() else 100,
             device="cuda",
             rounds_weights=True,
+            # On tensor cores a value of NaN reaches all rows of a tile on the diagonal.
+            contains_nan=False,
         ),
         BackendSpec(
             name="cpu",

@@ -65,6 +65,7 @@ class CpuBackend:
     """See `ringrt.backend.Backend`. `threads` workers of its own; one runs in the caller."""
 
     backward = True
+    needs_out = False
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "ringrt-cpu") if threads > 1 else None
@@ -110,6 +111,7 @@ class CpuBackend:
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> CpuGrads:
         """dq is 0 so far."""
         dtype = problem.state_dtype

@@ -54,6 +54,7 @@ class CupyBackend:
     """See `ringrt.backend.Backend`."""
 
     backward = True
+    needs_out = False
 
     def __init__(self, device: CudaDevice) -> None:
         self._device, self._stopped = device, False
@@ -136,6 +137,7 @@ class CupyBackend:
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> CupyGrads:
         """dq is 0 so far."""
         shape = problem.batch, q.shape[1], problem.q_heads, problem.head_dim

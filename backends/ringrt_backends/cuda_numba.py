@@ -72,6 +72,7 @@ class NumbaCudaBackend:
     it is given one of Numba's."""
 
     backward = True
+    needs_out = False
 
     def __init__(self) -> None:
         from ringrt_backends import cuda_numba_arrays, cuda_numba_kernels, cuda_numba_pairs
@@ -134,6 +135,7 @@ class NumbaCudaBackend:
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> NumbaGrads:
         """dq is 0 so far."""
         stream = self._stream(stream)

@@ -14,6 +14,7 @@ class NullBackend:
     """See `ringrt.backend.Backend`. Its answer is that of rows which saw no key."""
 
     backward = True
+    needs_out = False
 
     def supports(self, problem: Problem) -> str | None:
         """Everything: it ignores the problem, openly, which is why `auto` never takes it."""
@@ -48,6 +49,7 @@ class NullBackend:
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> tuple[Array, Problem]:
         """Remembers the shapes."""
         return q, problem

@@ -45,6 +45,7 @@ class ReferenceBackend:
     """See `ringrt.backend.Backend`."""
 
     backward = True
+    needs_out = False
 
     def supports(self, problem: Problem) -> str | None:
         """Everything a `Problem` can say."""
@@ -93,6 +94,7 @@ class ReferenceBackend:
         delta: Array,
         problem: Problem,
         stream: Stream = None,
+        out: Array | None = None,
     ) -> ReferenceGrads:
         """dq is 0 so far."""
         wide = _heads_first(q)

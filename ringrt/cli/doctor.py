@@ -16,7 +16,8 @@ from ringrt.calls import available_cores
 from ringrt.cli.doctor_cuda import findings
 from ringrt.device.driver import cupy
 from ringrt.launch import attention
-from ringrt.registry import missing_for, one_line, registry
+from ringrt.plugins import one_line
+from ringrt.registry import missing_for, registry
 from ringrt.version import __version__
 
 #: Two MPI ranks that pass one message round, through the product's own transport.

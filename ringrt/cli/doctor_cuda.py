@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ringrt.device.driver import cupy, missing_cuda, nccl, simulated
-from ringrt.registry import one_line
+from ringrt.plugins import one_line
 
 _EXTRAS = "pip install 'ringrt[cuda12]' or 'ringrt[cuda13]'"
 

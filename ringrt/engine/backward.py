@@ -29,7 +29,7 @@ _ALL = slice(None)
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """One rank's inputs of the backward pass, as `Ring.attention_backward` takes them, and
-    delta `[batch, q_heads, rows]`."""
+    delta `[batch, q_heads, rows]`; out where the backend needs it, otherwise None."""
 
     q: Array
     k: Array
@@ -37,6 +37,7 @@ class Tensors:
     dout: Array
     lse: Array
     delta: Array
+    out: Array | None = None
 
 
 def backward(
@@ -121,7 +122,7 @@ class _KvTravels:
     def __init__(self, tensors: Tensors, problem: Problem, backend: Backend, run: Pass) -> None:
         self._backend, self._run, self._sums_dtype = backend, run, problem.state_dtype
         t, stream = tensors, run.device.stream
-        self._grads = backend.begin_backward(t.q, t.dout, t.lse, t.delta, problem, stream)
+        self._grads = backend.begin_backward(t.q, t.dout, t.lse, t.delta, problem, stream, t.out)
         self.travelling: Arrays = (t.k, t.v)
         self.axes: tuple[int, ...] = (1, 1)
         self.sums: Arrays = self._zeros_like(self.travelling)

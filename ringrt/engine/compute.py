@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from ringrt.device import Device
 from ringrt.engine.stats import PassStats, Recorder
 from ringrt.errors import KernelError, RingrtError
+from ringrt.hookspecs import RingStep
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import TileTable
 from ringrt.transport import Transport
 
-#: Called after each step with (steps done, steps in all).
-OnStep = Callable[[int, int], None]
+#: Called after each ring step.
+OnStep = Callable[[RingStep], None]
 
 #: What a backend does with some tiles of a step.
 Tiled = Callable[[TileTable], None]
@@ -62,9 +63,22 @@ class Pass:
 
     def done(self, step: int, steps: int) -> None:
         """So many steps are done."""
-        self.stats.steps = step
-        if self.on_step:
-            self.on_step(step, steps)
+        stats = self.stats
+        stats.steps = step
+        if self.on_step is None:
+            return
+        self.on_step(
+            RingStep(
+                stats.operation,
+                stats.rank,
+                self.transport.size,
+                stats.backend,
+                done=step,
+                steps=steps,
+                bytes_sent=stats.bytes_sent,
+                bytes_received=stats.bytes_received,
+            )
+        )
 
     def finish(self) -> None:
         """Wait for what is still under way, and fill in the times; a pass that is captured has

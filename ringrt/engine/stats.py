@@ -33,6 +33,8 @@ class PassStats:
 
     rank: int
     backend: str
+    operation: str = "forward"
+    travel: str = "kv"
     tokens: int = 0
     steps: int = 0
     bytes_sent: int = 0

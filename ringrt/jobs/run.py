@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from ringrt.device.host import HOST
 from ringrt.engine.agree import agree, gather
+from ringrt.engine.compute import OnStep
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError
 from ringrt.inputs import Shapes
@@ -24,7 +25,7 @@ from ringrt.jobs.sources import Source, open_source
 from ringrt.jobs.verify import Results, Sample, Verdict, combine, verify
 from ringrt.launch import run_threads
 from ringrt.options import CallOptions
-from ringrt.plan import Plan, Problem, get_partition, plan
+from ringrt.plan import Plan, Problem, plan
 from ringrt.plan.choose import check_names
 from ringrt.plan.cost import count_steps
 from ringrt.plan.partition import Array, Runs, positions
@@ -89,13 +90,18 @@ def problem_of(loaded: LoadedJob, source: Source) -> Problem:
     return options.problem(shapes, q_length, k[1])
 
 
-def plan_of(loaded: LoadedJob, size: int, backward: bool = False) -> Plan:
-    """The plan of a job's pass over `size` ranks. Raises `ConfigError`."""
+def plan_of(
+    loaded: LoadedJob, size: int, backward: bool = False, travel: str | None = None
+) -> Plan:
+    """The plan of a job's pass over `size` ranks; `travel` in place of the job's. Raises
+    `ConfigError`."""
     ring = loaded.job.ring
     with _keys_of_the_job():
-        partition = get_partition(ring.partition)
+        partition = registry().partition(ring.partition)
         problem = problem_of(loaded, open_source(loaded.job.input, loaded.folder))
-        return plan(problem, partition, size, ring.schedule, backward=backward, travel=ring.travel)
+        return plan(
+            problem, partition, size, ring.schedule, backward=backward, travel=travel or ring.travel
+        )
 
 
 def check_job(loaded: LoadedJob, size: int) -> None:
@@ -147,15 +153,17 @@ def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
     digest = hashlib.sha256(job.model_dump_json().encode()).hexdigest()[:16]
     agree(ring.transport, {"operation": "job", "the job": digest}, ring.timeout)
     source = open_source(job.input, loaded.folder)
-    plans: dict[str, Plan] = {
-        name: plan_of(loaded, ring.size, name == "backward") for name in job.passes
-    }
+    plans = {"forward": plan_of(loaded, ring.size)}
     tensors = _Shards(source, plans["forward"], ring.rank)
     options = _options(job.attention)
     passes = {}
-    results, passes["forward"] = _forward(ring, tensors, options, plans, progress)
-    if "backward" in plans:
-        results, passes["backward"] = _backward(ring, tensors, options, plans, results, progress)
+    results = _forward(ring, tensors, options, progress)
+    passes["forward"] = _pass_report(ring, plans["forward"], backward=False)
+    if "backward" in job.passes:
+        results = _backward(ring, tensors, options, results, progress)
+        assert ring.stats is not None
+        plans["backward"] = plan_of(loaded, ring.size, True, ring.stats.travel)
+        passes["backward"] = _pass_report(ring, plans["backward"], backward=True)
     verdict = None
     if job.verify.rows != 0:
         if "backward" in plans:
@@ -195,26 +203,21 @@ class _Shards:
         return self._source.read("dout", self.q_runs)
 
 
-def _forward(
-    ring: Ring, tensors: _Shards, options: dict[str, Any], plans: dict[str, Plan],
-    progress: Progress,
-) -> tuple[Results, PassReport]:  # fmt: skip
-    ring.on_step = _phase(progress, "forward") if ring.rank == 0 else None
+def _forward(ring: Ring, tensors: _Shards, options: dict[str, Any], progress: Progress) -> Results:
+    ring.on_step = _steps(progress) if ring.rank == 0 else None
     out, lse = ring.attention(tensors.q, tensors.k, tensors.v, **options)
-    return Results(out, lse), _pass_report(ring, plans["forward"], backward=False)
+    return Results(out, lse)
 
 
 def _backward(
-    ring: Ring, tensors: _Shards, options: dict[str, Any], plans: dict[str, Plan],
-    results: Results, progress: Progress,
-) -> tuple[Results, PassReport]:  # fmt: skip
-    ring.on_step = _phase(progress, "backward") if ring.rank == 0 else None
+    ring: Ring, tensors: _Shards, options: dict[str, Any], results: Results, progress: Progress
+) -> Results:
+    ring.on_step = _steps(progress) if ring.rank == 0 else None
     dout, out, lse = tensors.dout(), results.out, results.lse
     dq, dk, dv, *dsink = ring.attention_backward(
         dout, tensors.q, tensors.k, tensors.v, out, lse, **options
     )
-    report = _pass_report(ring, plans["backward"], backward=True)
-    return Results(out, lse, (dq, dk, dv), dsink[0] if dsink else None), report
+    return Results(out, lse, (dq, dk, dv), dsink[0] if dsink else None)
 
 
 def _with_statistics(ring: Ring, results: Results, dout: Array) -> Results:
@@ -252,6 +255,10 @@ def _sample(runs: Runs, rows: Any) -> Sample:
     if rows != "all" and rows < len(index):
         local = np.unique(np.linspace(0, len(index) - 1, rows).round().astype(np.int64))
     return Sample(local, index[local])
+
+
+def _steps(progress: Progress) -> OnStep:
+    return lambda step: progress(step.operation, step.done, step.steps)
 
 
 def _phase(progress: Progress, name: str) -> Callable[[int, int], None]:

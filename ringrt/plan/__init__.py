@@ -3,7 +3,7 @@
 
 from ringrt.plan.choose import plan
 from ringrt.plan.mask import Mask, Piece
-from ringrt.plan.partition import PARTITIONS, Partition, Run, get_partition
+from ringrt.plan.partition import PARTITIONS, Partition, Run
 from ringrt.plan.problem import Problem
 from ringrt.plan.schedule import HOME, Hop, Plan, Step
 from ringrt.plan.tiles import Tile, TileTable
@@ -21,6 +21,5 @@ __all__ = [
     "Step",
     "Tile",
     "TileTable",
-    "get_partition",
     "plan",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ringrt.errors import ConfigError
+from ringrt.errors import PlanError
 from ringrt.plan.mask import IntArray
 
 Array = npt.NDArray[Any]
@@ -82,11 +82,25 @@ ZIGZAG = Partition("zigzag", "an early and a late chunk; causal work is even", _
 PARTITIONS = {partition.name: partition for partition in (CONTIGUOUS, STRIPED, ZIGZAG)}
 
 
-def get_partition(name: str) -> Partition:
-    """The partition of that name; `ConfigError` if there is none."""
-    if not isinstance(name, str) or name not in PARTITIONS:
-        raise ConfigError("partition", " or ".join(PARTITIONS), repr(name))
-    return PARTITIONS[name]
+def check_partition(partition: Partition, length: int, size: int) -> None:
+    """`PlanError` unless a plugin's partition gives every position to exactly one rank."""
+    if partition in PARTITIONS.values():
+        return
+    held = np.zeros(length, np.int64)
+    for rank in range(size):
+        index = positions(partition.runs(length, size, rank))
+        if len(index) and not 0 <= index.min() <= index.max() < length:
+            raise PlanError(
+                f"partition {partition.name}: rank {rank} of {size} holds positions "
+                f"{index.min()} to {index.max()} of a sequence of {length}"
+            )
+        np.add.at(held, index, 1)
+    wrong = np.flatnonzero(held != 1)
+    if len(wrong):
+        raise PlanError(
+            f"partition {partition.name}: position {wrong[0]} of {length} is held "
+            f"{held[wrong[0]]} times by {size} ranks"
+        )
 
 
 def positions(runs: Runs) -> IntArray:

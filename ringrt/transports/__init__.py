@@ -18,6 +18,9 @@ _LAUNCHERS = (
 )
 
 
+RINGRT_PROTOCOL = 1
+
+
 @hookimpl
 def ringrt_register_transports() -> list[TransportSpec]:
     """threads, mpi and nccl."""

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ringrt
+from ringrt.hookspecs import RingStep
 from support import random_qkv
 
 how, timeout = sys.argv[1], float(sys.argv[2])
@@ -19,9 +20,9 @@ FAULTY = 1
 q, k, v = random_qkv(1500, head_dim=128)
 
 
-def misbehave(done: int, total: int) -> None:
+def misbehave(step: RingStep) -> None:
     """After the first ring step of rank 1: the others still need what it holds."""
-    if done == 1:
+    if step.done == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "silent":
