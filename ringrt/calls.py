@@ -14,13 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringrt.backend import Backend, BackendContext
-from ringrt.device import Device, Kind
+from ringrt.device import Device
 from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import cupy
 from ringrt.device.host import HOST
 from ringrt.engine.agree import Record, agree, agree_ready, tell_failure
-from ringrt.errors import BackendUnavailable, RankMismatch, TransportError, Unsupported
-from ringrt.inputs import Shapes
+from ringrt.errors import (
+    BackendUnavailable,
+    HandoffError,
+    RankMismatch,
+    TransportError,
+    Unsupported,
+)
+from ringrt.inputs import Place, Shapes, place_name
 from ringrt.options import CallOptions
 from ringrt.places import shard_of
 from ringrt.plan import Partition, Plan, Problem, plan
@@ -36,9 +42,6 @@ from ringrt.version import __version__
 _PREPARE_TIMEOUT = 120.0
 #: Agreed calls whose plans are kept.
 _KEPT = 8
-
-#: Where the arrays of a call lie: a kind of device, and which of them.
-Place = tuple[Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +227,12 @@ class Caller:
     ) -> tuple[str, Backend, Device]:
         auto = self.backend == "auto"
         names = [spec.name for spec in registry().candidates()] if auto else [self.backend]
-        refusals = []
+        refusals, misplaced = [], []
         for name in names:
             try:
                 refusal = self._misplaced(name, place)
                 if refusal is not None:
-                    refusals.append(f"backend {name}: {refusal}")
+                    misplaced.append(f"backend {name}: {refusal}")
                     continue
                 device = self._device_of(name, place)
                 backend = self._load(name, device)
@@ -246,9 +249,11 @@ class Caller:
             if refusal is None:
                 return name, backend, device
             refusals.append(f"backend {name}: {refusal}")
-        if not refusals:
-            raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
-        raise Unsupported("; ".join(refusals))
+        if refusals:
+            raise Unsupported("; ".join(refusals + misplaced))
+        if misplaced:
+            raise (HandoffError if place[0] == "cuda" else Unsupported)("; ".join(misplaced))
+        raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
 
     def _refuses_backward(self, backend: Backend) -> str | None:
         if not backend.backward:
@@ -262,7 +267,7 @@ class Caller:
         if registry().backend(name).device == "cuda":
             return None
         if place[0] == "cuda":
-            return "it computes on the host, and q, k and v lie on a GPU"
+            return f"it computes on the host, and q, k and v lie on {place_name(place)}"
         if self.transport.device == "cuda":
             return "it computes on the host, and the ring's transport moves arrays of GPUs"
         return None

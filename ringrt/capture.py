@@ -12,6 +12,7 @@ from typing import Any
 
 from ringrt.calls import Prepared
 from ringrt.device.cuda import Arena, CudaDevice
+from ringrt.dlpack import Give
 from ringrt.engine.compute import Pass
 from ringrt.engine.forward import forward
 from ringrt.engine.stats import PassStats
@@ -22,7 +23,7 @@ from ringrt.plan.partition import Array
 
 class CapturedPass:
     """A forward pass of one rank. `replay` is collective. `arrays` are q, k and v on the GPU, and
-    results are of the kind of `like`, the caller's q."""
+    results are of the dtype of `like`, the caller's q, and what `give` makes of them."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class CapturedPass:
         sink: Array | None,
         timeout: float,
         like: Array,
+        give: Give,
     ) -> None:
         assert isinstance(call.device, CudaDevice)
         self._call, self._arrays, self._timeout = call, arrays, timeout
@@ -40,13 +42,13 @@ class CapturedPass:
             self._pass(sink)
             with self._device.capture() as graphs:
                 out, lse = self._pass(sink)
-        self.out, self.lse = (give_back(self._device, x, like) for x in (out, lse))
+        self.out, self.lse = (give(give_back(self._device, x, like)) for x in (out, lse))
         self._graph: Any = graphs[0]
         # NCCL's communicator cannot be left while a graph holds it.
         call.transport.keep_graph(self)
         self._uploads = self._device.uploaded()
 
-    def replay(self) -> tuple[Array, Array]:
+    def replay(self) -> tuple[Any, Any]:
         """Run it again on what q, k and v now hold; out and lse, always the same two arrays."""
         transport = self._call.transport
         try:

@@ -8,9 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ringrt.device import Kind, kind_of
+from ringrt.dlpack import take
 from ringrt.errors import ConfigError, HandoffError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import ITEMSIZE, state_dtype
+
+
+#: Where arrays lie: a kind of device, and which of them.
+Place = tuple[Kind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +39,37 @@ class Shapes:
         return {name: getattr(self, name) for name in self.COMMON}
 
 
-def as_array(name: str, x: Any) -> Array:
-    """x itself, if it is a NumPy or CuPy array; otherwise `HandoffError`."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise HandoffError(f"{name}: a masked array, whose mask would be ignored; pass a plain one")
-    if kind_of(x) is not None:
-        array: Array = x
-        return array
-    kind = f"{type(x).__module__}.{type(x).__qualname__}"
-    raise HandoffError(f"{name}: a {kind} cannot be handed over yet; pass a NumPy or CuPy array")
-
-
 def as_numpy(name: str, x: Any) -> Array:
-    """A NumPy array: x itself, or what a CuPy array holds, for which this waits."""
-    array = as_array(name, x)
+    """A NumPy array that holds what x does; on a GPU this waits for it."""
+    array = take(name, x)
     if isinstance(array, np.ndarray):
         return array
     host: Array = array.get()
     return host
 
 
-def one_place(**arrays: Array) -> tuple[Kind, int]:
+def one_place(**arrays: Array) -> Place:
     """Where all of these arrays lie: a kind of device, and which of them. `HandoffError` unless
     that is one place."""
-    places = {name: (kind_of(x), _number(x)) for name, x in arrays.items()}
+    places = {name: _place(x) for name, x in arrays.items()}
     first = next(iter(arrays))
     for name, place in places.items():
         if place != places[first]:
-            texts = [f"{n} on {_place_name(*places[n])}" for n in (first, name)]
+            texts = [f"{n} on {place_name(places[n])}" for n in (first, name)]
             raise HandoffError(f"{', '.join(texts)}: they must lie on one device")
-    kind, number = places[first]
-    assert kind is not None
-    return kind, number
+    return places[first]
 
 
-def _number(x: Array) -> int:
-    return 0 if isinstance(x, np.ndarray) else int(x.device.id)
-
-
-def _place_name(kind: Kind | None, number: int) -> str:
+def place_name(place: Place) -> str:
+    """In words."""
+    kind, number = place
     return "the host" if kind == "cpu" else f"GPU {number}"
+
+
+def _place(x: Array) -> Place:
+    kind = kind_of(x)
+    assert kind is not None
+    return kind, 0 if isinstance(x, np.ndarray) else int(x.device.id)
 
 
 def dtype_name(x: Array) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ringrt.errors import ConfigError, PeerLost, RankMismatch
-from ringrt.inputs import as_array, check_arrays, check_result, one_place
+from ringrt.dlpack import giver, take
+from ringrt.inputs import check_arrays, check_result, one_place
 from ringrt.places import unshard_like, wait_for_caller
 from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array
@@ -70,10 +71,11 @@ def attention(
     transport: str = "threads",
     timeout: float = 60.0,
     **options: Any,
-) -> tuple[Array, Array]:
-    """Attention over whole arrays, on `ranks` thread ranks. Shapes and `options` as for
+) -> tuple[Any, Any]:
+    """Attention over whole arrays, on `ranks` thread ranks. Shapes, kinds and `options` as for
     `Ring.attention`; returns the whole out and lse."""
-    arrays = [as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    give = giver("q", q)
+    arrays = [take(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     check_arrays(*arrays)
     wait_for_caller(one_place(q=arrays[0], k=arrays[1], v=arrays[2]))
     rule = registry().partition(partition)
@@ -91,7 +93,7 @@ def attention(
         timeout=timeout,
     )
     outs, lses = zip(*results, strict=True)
-    return unshard_like(outs, rule), unshard_like(lses, rule, axis=2)
+    return give(unshard_like(outs, rule)), give(unshard_like(lses, rule, axis=2))
 
 
 def attention_backward(
@@ -110,11 +112,12 @@ def attention_backward(
     transport: str = "threads",
     timeout: float = 60.0,
     **options: Any,
-) -> tuple[Array, ...]:
+) -> tuple[Any, ...]:
     """The gradients over whole arrays, on `ranks` thread ranks: (dq, dk, dv), or with `sink`
     (dq, dk, dv, dsink). Shapes and `options` as for `Ring.attention_backward`."""
     names = ("dout", "q", "k", "v", "out", "lse")
-    arrays = [as_array(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
+    give = giver("q", q)
+    arrays = [take(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
     check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:])
     wait_for_caller(one_place(**dict(zip(names, arrays, strict=True))))
     rule = registry().partition(partition)
@@ -135,7 +138,7 @@ def attention_backward(
     )
     gradients = list(zip(*results, strict=True))
     wholes = [unshard_like(shards, rule) for shards in gradients[:3]]
-    return (*wholes, *(x[0] for x in gradients[3:]))
+    return tuple(map(give, (*wholes, *(x[0] for x in gradients[3:]))))
 
 
 @dataclass(slots=True)

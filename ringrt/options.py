@@ -40,6 +40,8 @@ class CallOptions:
         if unknown:
             raise Unsupported(f"{', '.join(unknown)}: not implemented in {path}")
         given = {name: options[name] for name in _MASKING if name in options}
+        if "documents" in given:
+            given["documents"] = _on_host(given["documents"])
         softcap = _finite("softcap", options.get("softcap"))
         if softcap is not None and softcap <= 0:
             raise ConfigError("softcap", "a finite number > 0, or None", softcap)
@@ -92,6 +94,13 @@ def is_number(value: Any) -> bool:
     """A real number, NumPy's included; not a bool."""
     real = isinstance(value, int | float | np.integer | np.floating)
     return real and not isinstance(value, bool)
+
+
+def _on_host(documents: Any) -> Any:
+    """Arrays of a framework as NumPy's; lists and what is no array stay as they are."""
+    if isinstance(documents, tuple):
+        return tuple(map(_on_host, documents))
+    return as_numpy("documents", documents) if hasattr(documents, "__dlpack__") else documents
 
 
 def _sink(sink: Any, shapes: Shapes) -> Array | None:

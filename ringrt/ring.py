@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ringrt.calls import Caller, Prepared, RingOptions
 from ringrt.capture import CapturedPass, check_capturable
+from ringrt.dlpack import Give, giver, take
 from ringrt.engine.agree import gather, tell_failure
 from ringrt.engine.backward import Tensors, backward
 from ringrt.engine.compute import OnStep, Pass
@@ -22,7 +23,6 @@ from ringrt.errors import ConfigError, RingrtError
 from ringrt.hookspecs import RingStep
 from ringrt.inputs import (
     Shapes,
-    as_array,
     as_numpy,
     check_arrays,
     check_result,
@@ -81,17 +81,46 @@ class Ring:
         """The ring of all processes that mpirun started, or of an mpi4py communicator.
         `transport` is what moves K,V: mpi, or nccl between GPUs. `options` as for `Ring`. Raises
         `TransportError` without mpi4py. Joining blocks inside MPI until every rank has come."""
-        over = registry().transport(transport).over
-        if transport != "mpi" and over is None:
-            raise ConfigError("transport", "mpi, or one that works over it", repr(transport))
-        registry().transport("mpi")
+        over = _over(transport, "mpi")
         if comm is None:
             end = registry().connect("mpi")
         else:
             from ringrt.transports.mpi import MpiTransport
 
             end = MpiTransport(comm)
-        return cls.join(over(end) if over else end, **options)
+        return cls.join(over(end), **options)
+
+    @classmethod
+    def from_process_group(
+        cls, pg: Any = None, *, transport: str = "torch", timeout: float = 60.0, **options: Any
+    ) -> Ring:
+        """The ring of the ranks of a `torch.distributed` process group, of any backend; None is
+        the default group, which is made from torchrun's environment if need be, with `timeout`.
+        The ring's messages and the group's never meet. `transport` is what moves K,V: torch
+        (between hosts, by gloo), or nccl between GPUs. `timeout` and `options` as for `Ring`;
+        joining too is given up after `timeout` seconds, and `ExchangeTimeout` names the ranks
+        that did not come. Raises `TransportError` without PyTorch."""
+        over = _over(transport, "torch")
+        from ringrt.transports.process_group import ProcessGroupTransport
+
+        end = ProcessGroupTransport.of(pg, _timeout(timeout))
+        return cls.join(over(end), timeout=timeout, **options)
+
+    @classmethod
+    def from_jax_distributed(
+        cls, *, transport: str = "tcp", timeout: float = 60.0, **options: Any
+    ) -> Ring:
+        """The ring of all processes of multi-process JAX, after `jax.distributed.initialize()`.
+        They find one another by JAX's coordination service. `transport` is what moves K,V: tcp,
+        or nccl between GPUs. `timeout` and `options` as for `Ring`; joining too is given up after
+        `timeout` seconds, and `ExchangeTimeout` names the ranks that did not come. Raises
+        `TransportError` without JAX, or before it is initialised."""
+        over = _over(transport, "tcp")
+        from ringrt.transports.rendezvous_jax import JaxRendezvous
+        from ringrt.transports.tcp import TcpTransport
+
+        end = TcpTransport(JaxRendezvous(), _timeout(timeout))
+        return cls.join(over(end), timeout=timeout, **options)
 
     @classmethod
     def join(cls, transport: Transport, **options: Any) -> Ring:
@@ -133,23 +162,25 @@ class Ring:
     def backend(self, name: str) -> None:
         self._caller.backend = name
 
-    def shard(self, x: Any, axis: int = 1) -> Array:
+    def shard(self, x: Any, axis: int = 1) -> Any:
         """This rank's rows of a whole array (the same on all ranks), cut along `axis`: 1 for
-        q, k, v and out, 2 for lse. A view where the shard is one run of rows, else a copy."""
+        q, k, v and out, 2 for lse. A view where the shard is one run of rows, else a copy; of the
+        kind of x."""
         with self._caller.telling():
-            array = _array_with_axis(x, axis)
+            array, give = _array_with_axis(x, axis)
             record = {"operation": "shard", "axis": axis, "length": array.shape[axis]}
         self._caller.agree(record)
-        return self._caller.shard(array, axis)
+        return give(self._caller.shard(array, axis))
 
-    def cut(self, x: Any, axis: int = 1) -> Array:
+    def cut(self, x: Any, axis: int = 1) -> Any:
         """As `shard`, without asking the other ranks whether they hold the like: not collective."""
-        return self._caller.shard(_array_with_axis(x, axis), axis)
+        array, give = _array_with_axis(x, axis)
+        return give(self._caller.shard(array, axis))
 
-    def unshard(self, x: Any, axis: int = 1) -> Array:
+    def unshard(self, x: Any, axis: int = 1) -> Any:
         """The whole array, on every rank, from every rank's shard."""
         with self._caller.telling():
-            array = _array_with_axis(x, axis)
+            array, give = _array_with_axis(x, axis)
             rest = list(array.shape[:axis] + array.shape[axis + 1 :])
             record = {"operation": "unshard", "axis": axis, "shape without the axis": rest}
             record |= {"dtype": dtype_name(array), "local": [array.shape[axis]]}
@@ -162,7 +193,7 @@ class Ring:
             np.frombuffer(data, array.dtype).reshape(*rest[:axis], count, *rest[axis:])
             for data, count in zip(raw, rows, strict=True)
         ]
-        return put_like(unshard(shards, self._caller.options.partition, axis), array)
+        return give(put_like(unshard(shards, self._caller.options.partition, axis), array))
 
     def attention(
         self,
@@ -181,15 +212,16 @@ class Ring:
         sink: Any = None,
         length: int | tuple[int, int] | None = None,
         **others: Any,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Any, Any]:
         """Exact attention of this rank's queries over the keys of all ranks.
 
         q `[batch, rows, q_heads, head_dim]`, k `[batch, kv_rows, kv_heads, head_dim]`, v
         `[batch, kv_rows, kv_heads, value_dim]`: this rank's shards, one dtype of float16,
-        bfloat16, float32, float64, any strides; NumPy arrays, or CuPy arrays of one GPU, and the
-        results are of the same kind. A CUDA backend copies NumPy arrays to its GPU and back; one
-        of the host refuses CuPy arrays. Returns out `[batch, rows, q_heads,
-        value_dim]` in that dtype, and lse `[batch, q_heads, rows]`, natural logarithm, float32
+        bfloat16, float32, float64, any strides, on the host or one GPU: arrays of NumPy, CuPy,
+        PyTorch, JAX, or any that are handed over by DLPack. They are read where they lie, and never
+        written; the results are of the kind of q, on its device. A CUDA backend copies arrays of
+        the host to its GPU and back; one of the host refuses those of a GPU. Returns out `[batch,
+        rows, q_heads, value_dim]` in that dtype, and lse `[batch, q_heads, rows]`, natural logarithm, float32
         (float64 for float64). A row that sees no key has out 0 and lse −inf.
 
         Who sees whom (docs/masks.md): `causal`; `window` (left, right), tokens visible on each
@@ -209,7 +241,8 @@ class Ring:
         ring cannot be used after those.
         """
         with self._caller.telling():
-            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+            give = giver("q", q)
+            q, k, v = take("q", q), take("k", k), take("v", v)
             shapes, place = check_arrays(q, k, v), one_place(q=q, k=k, v=v)
             named = {"causal": causal, "window": window, "documents": documents, "prefix": prefix,
                      "sink_tokens": sink_tokens, "mask": mask, "scale": scale, "softcap": softcap,
@@ -221,22 +254,24 @@ class Ring:
             out, lse = forward(
                 q_here, k_here, v_here, options.sink, call.problem, call.steps, call.backend, run
             )
-            return give_back(call.device, out, q), give_back(call.device, lse, q)
+            results = give_back(call.device, out, q), give_back(call.device, lse, q)
+        return give(results[0]), give(results[1])
 
     def capture(self, q: Any, k: Any, v: Any, **options: Any) -> CapturedPass:
-        """`attention` of CuPy arrays as a CUDA graph: the pass is run once, then captured, and
+        """`attention` of arrays of a GPU as a CUDA graph: the pass is run once, then captured, and
         `replay()` on the result runs it again on what q, k and v then hold, with next to no work
         for the host. Collective, and so is each replay. Arguments as for `attention`; a call on
         the host, or with a transport other than nccl, is `Unsupported`."""
         with self._caller.telling():
-            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+            give = giver("q", q)
+            q, k, v = take("q", q), take("k", k), take("v", v)
             shapes, place = check_arrays(q, k, v), one_place(q=q, k=k, v=v)
             given = CallOptions.of("Ring.capture", shapes, options)
         call = self._caller.prepare("forward", shapes, place, given)
         check_capturable(call, q=q, k=k, v=v)
         arrays = call.device.place(q), call.device.place(k), call.device.place(v)
         try:
-            return CapturedPass(call, arrays, given.sink, self.timeout, q)
+            return CapturedPass(call, arrays, given.sink, self.timeout, q, give)
         except BaseException as error:
             self._transport.abort(str(error) or type(error).__name__)
             raise
@@ -250,7 +285,7 @@ class Ring:
         out: Any,
         lse: Any,
         **options: Any,
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Any, ...]:
         """The gradients (dq, dk, dv) of this rank's shards, in the dtype of q, k and v, given
         dout, the gradient of out; with `sink` (dq, dk, dv, dsink), dsink `[q_heads]` in the
         dtype of sink, summed over all ranks.
@@ -259,9 +294,10 @@ class Ring:
         Errors as for `attention`.
         """
         with self._caller.telling():
-            q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+            give = giver("q", q)
+            q, k, v = take("q", q), take("k", k), take("v", v)
             shapes = check_arrays(q, k, v)
-            dout, out, lse = as_array("dout", dout), as_array("out", out), as_array("lse", lse)
+            dout, out, lse = take("dout", dout), take("out", out), take("lse", lse)
             check_result(shapes, dout, out, lse)
             place = one_place(q=q, k=k, v=v, dout=dout, out=out, lse=lse)
             given = CallOptions.of("Ring.attention_backward", shapes, options)
@@ -283,7 +319,7 @@ class Ring:
             if given.sink is not None and call.seen is not None:
                 part = device.sink_gradient(given.sink, tensors.lse, tensors.delta, call.seen)
                 gradients += (put_like(self._sum_sinks(part, given.sink), q),)
-        return gradients
+        return tuple(map(give, gradients))
 
     def close(self) -> None:
         """Leave the ring in good order."""
@@ -331,11 +367,20 @@ class Ring:
             return np.asarray(total.astype(sink.dtype))
 
 
-def _array_with_axis(x: Any, axis: int) -> Array:
-    array = as_array("x", x)
+def _over(transport: str, control: str) -> Callable[[Transport], Transport]:
+    """What makes an end of `transport` from one of `control`, which may be the same."""
+    over = registry().transport(transport).over
+    if transport != control and over is None:
+        raise ConfigError("transport", f"{control}, or one that works over it", repr(transport))
+    registry().transport(control)
+    return over or (lambda end: end)
+
+
+def _array_with_axis(x: Any, axis: int) -> tuple[Array, Give]:
+    give, array = giver("x", x), take("x", x)
     if not isinstance(axis, int) or not 0 <= axis < array.ndim:
         raise ConfigError("axis", f"an axis of an array of {array.ndim} dimensions", axis)
-    return array
+    return array, give
 
 
 def _timeout(value: Any) -> float:

@@ -135,8 +135,8 @@ def test_arrays_on_different_devices_are_refused():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_backend_of_the_host_is_refused_by_name(backend):
     q, k, v, _ = example(8)
-    text = f"backend {backend}: it computes on the host, and q, k and v lie on a GPU"
-    with pytest.raises(Unsupported, match=text):
+    text = f"backend {backend}: it computes on the host, and q, k and v lie on GPU 0"
+    with pytest.raises(HandoffError, match=text):
         ringrt.attention(gpu(q), gpu(k), gpu(v), ranks=1, backend=backend)
     text = (
         f"backend {backend}: it computes on the host, and the ring's transport moves arrays of GPUs"

@@ -12,16 +12,17 @@ from support import ROOT
 
 #: From the ground up. A name stands for a module of ringrt or a package of it.
 FLOORS = [
-    {"version", "errors"},
+    {"version", "errors", "dlpack_capsule"},
     {"plan"},
     {"cudasim", "kernels"},
     {"device"},
-    {"softmax_state", "backend", "transport"},
-    {"hookspecs", "plugins", "registry", "partitions", "inputs"},
+    {"softmax_state", "block_arrays", "backend", "torch_blocks", "transport"},
+    {"hookspecs", "plugins", "registry", "partitions", "dlpack", "inputs"},
     {"engine"},
     {"transports"},
     {"options", "places", "calls", "capture", "ring", "launch"},
-    {"jobs"},
+    {"jobs", "scaffold"},
+    {"conformance"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}

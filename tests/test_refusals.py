@@ -16,7 +16,7 @@ from ringrt import (
     TransportError,
     Unsupported,
 )
-from ringrt.plan import Mask, Piece, get_partition
+from ringrt.plan import PARTITIONS, Mask, Piece
 from support import random_qkv
 
 
@@ -72,7 +72,7 @@ def test_arrays(change, message):
             {"backend": "abacus"},
             "backend: expected auto or cpu or cupy or null or numba or reference",
         ),
-        ({"transport": "pigeon"}, "transport: expected auto or mpi or nccl or threads"),
+        ({"transport": "pigeon"}, "transport: expected auto or mpi or nccl or .*threads"),
         ({"transport": "mpi"}, "transport: expected one whose ranks are threads, got 'mpi'"),
         ({"ranks": 0}, "ranks: expected a whole number of at least 1, got 0"),
         ({"timeout": 0}, "timeout: expected a number of seconds > 0, got 0"),
@@ -169,7 +169,7 @@ def test_auto_passes_over_a_backend_that_cannot_be_loaded(monkeypatch):
 
 @pytest.mark.parametrize("x", [[[1.0]], None, memoryview(b"12")])
 def test_other_kinds_of_array(x):
-    with pytest.raises(HandoffError, match="q: a builtins.* cannot be handed over yet"):
+    with pytest.raises(HandoffError, match="q: a builtins.* cannot be handed over: it has no __dlpack__"):
         call({"q": x})
 
 
@@ -233,7 +233,7 @@ def test_disagreement_is_a_mismatch_on_every_rank_naming_field_and_ranks(odd, fi
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("partition", get_partition("zigzag")), ("schedule", "direct"), ("travel", "q")],
+    [("partition", PARTITIONS["zigzag"]), ("schedule", "direct"), ("travel", "q")],
 )
 def test_rings_of_different_make_do_not_work_together(field, value):
     q, k, v = random_qkv(12)

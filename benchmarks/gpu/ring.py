@@ -16,7 +16,7 @@ from gpu import ring_time
 from gpu.cases import Case, on_gpu, on_host
 from gpu.oracle import Expected, half_ulp, share_of_bound
 from gpu.ring_time import TIMEOUT_S, gpu_of
-from ringrt.plan import PARTITIONS, get_partition
+from ringrt.plan import PARTITIONS
 from ringrt.plan.partition import unshard
 
 #: Seconds that a case may take before its process is ended: NCCL may hang.
@@ -137,7 +137,7 @@ def _check(plain: dict[str, Any]) -> dict[str, Any]:
     how = plain["options"] | {"transport": plain["group"], "partition": partition}
     given = whole.q, whole.k, whole.v, whole.dout
     parts = _pass(case, given, (whole.results["out"], whole.results["lse"]), ranks, how)
-    rule = get_partition(partition)
+    rule = PARTITIONS[partition]
     found = {
         name: unshard([part[name] for part in parts], rule, axis=2 if name == "lse" else 1)
         for name in ("out", "lse", "dq", "dk", "dv")

@@ -15,7 +15,7 @@ import ringrt
 from gpu.cases import numpy_dtype, on_gpu
 from ringrt.device.driver import cupy
 from ringrt.engine.stats import PassStats, Span
-from ringrt.plan import get_partition
+from ringrt.plan import PARTITIONS
 
 #: The deadline of every wait between ranks.
 TIMEOUT_S = 30.0
@@ -46,7 +46,7 @@ def _timed(case: dict[str, Any], ranks: int, transport: str) -> dict[str, dict[s
     notes: list[list[tuple[float, PassStats]]] = [[] for _ in range(ranks)]
 
     def on_rank(ring: ringrt.Ring) -> None:
-        rows = get_partition(case["partition"]).count(shape["length"], ranks, ring.rank)
+        rows = PARTITIONS[case["partition"]].count(shape["length"], ranks, ring.rank)
         rng, size = np.random.default_rng(ring.rank), (1, rows, shape["heads"], shape["dim"])
         with gpu_of(ring):
             q, k, v, dout = (

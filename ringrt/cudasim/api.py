@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ringrt.cudasim import cuda
 from ringrt.cudasim.array import ndarray
 from ringrt.cudasim.creation import asarray, asnumpy, empty, zeros
+from ringrt.cudasim.dlpack import from_dlpack
 from ringrt.cudasim.memory import get_default_memory_pool
 from ringrt.cudasim.module import RawModule
 
@@ -17,6 +18,7 @@ __all__ = [
     "asnumpy",
     "cuda",
     "empty",
+    "from_dlpack",
     "get_default_memory_pool",
     "ndarray",
     "zeros",

@@ -17,6 +17,7 @@ from ringrt.cudasim.lanes import Lane, Touch
 from ringrt.cudasim.memory import Memory
 from ringrt.cudasim.stream import BaseStream, Device, current_lane
 from ringrt.cudasim.waiting import refuse_capture
+from ringrt.dlpack_capsule import CUDA
 
 _IMPLICIT = (
     "Implicit conversion to a NumPy array is not allowed. "
@@ -132,6 +133,25 @@ class ndarray:  # noqa: N801
             "stream": current_lane().ptr or 1,
             "version": 3,
         }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's number of CUDA, and the device's."""
+        return CUDA, self._memory.device_id
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule; see `ringrt.cudasim.dlpack`."""
+        from ringrt.cudasim.dlpack import export
+
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise SimulatorError("__dlpack__: no copy, and no other device, is simulated")
+        return export(self, stream, max_version)
 
     def __len__(self) -> int:
         if not self.shape:
