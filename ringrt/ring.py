@@ -18,6 +18,7 @@ from ringrt.engine.agree import gather, tell_failure
 from ringrt.engine.backward import Tensors, backward
 from ringrt.engine.compute import OnStep, Pass
 from ringrt.engine.forward import forward
+from ringrt.engine.sinks import sink_part, sum_of_sinks
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError, RingrtError
 from ringrt.hookspecs import RingStep
@@ -36,6 +37,7 @@ from ringrt.plan.choose import check_names
 from ringrt.plan.mask import is_whole
 from ringrt.plan.partition import Array, unshard
 from ringrt.registry import registry
+from ringrt.ring_keys import key_of
 from ringrt.transport import Transport
 
 
@@ -71,6 +73,8 @@ class Ring:
         options = RingOptions(rule, schedule, travel, timeout, threads)
         self._caller = Caller(transport, options, backend)
         self._transport = transport
+        #: By which `ringrt.ring_keys.ring_of` finds this ring while it lives.
+        self.key = key_of(self)
         #: What this rank did in the last pass; None before the first.
         self.stats: PassStats | None = None
         #: Called after every step of a pass.
@@ -115,11 +119,11 @@ class Ring:
         or nccl between GPUs. `timeout` and `options` as for `Ring`; joining too is given up after
         `timeout` seconds, and `ExchangeTimeout` names the ranks that did not come. Raises
         `TransportError` without JAX, or before it is initialised."""
-        over = _over(transport, "tcp")
+        over, timeout = _over(transport, "tcp"), _timeout(timeout)
         from ringrt.transports.rendezvous_jax import JaxRendezvous
         from ringrt.transports.tcp import TcpTransport
 
-        end = TcpTransport(JaxRendezvous(), _timeout(timeout))
+        end = TcpTransport(JaxRendezvous(), timeout)
         return cls.join(over(end), timeout=timeout, **options)
 
     @classmethod
@@ -161,6 +165,11 @@ class Ring:
     @backend.setter
     def backend(self, name: str) -> None:
         self._caller.backend = name
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """What goes wrong inside, before a collective call, is told to the other ranks, which are
+        about to make it and raise `RankMismatch`; for adapters."""
+        return self._caller.telling()
 
     def shard(self, x: Any, axis: int = 1) -> Any:
         """This rank's rows of a whole array (the same on all ranks), cut along `axis`: 1 for
@@ -220,9 +229,9 @@ class Ring:
         bfloat16, float32, float64, any strides, on the host or one GPU: arrays of NumPy, CuPy,
         PyTorch, JAX, or any that are handed over by DLPack. They are read where they lie, and never
         written; the results are of the kind of q, on its device. A CUDA backend copies arrays of
-        the host to its GPU and back; one of the host refuses those of a GPU. Returns out `[batch,
-        rows, q_heads, value_dim]` in that dtype, and lse `[batch, q_heads, rows]`, natural logarithm, float32
-        (float64 for float64). A row that sees no key has out 0 and lse −inf.
+        the host to its GPU and back; one of the host refuses those of a GPU. Returns out
+        `[batch, rows, q_heads, value_dim]` in that dtype, and lse `[batch, q_heads, rows]`, natural
+        logarithm, float32 (float64 for float64). A row that sees no key has out 0 and lse −inf.
 
         Who sees whom (docs/masks.md): `causal`; `window` (left, right), tokens visible on each
         side, None or −1 for all; `documents` as cu_seqlens `[n + 1]` or ranges `[n, 2]`, or a
@@ -284,11 +293,13 @@ class Ring:
         v: Any,
         out: Any,
         lse: Any,
+        *,
+        dlse: Any = None,
         **options: Any,
     ) -> tuple[Any, ...]:
         """The gradients (dq, dk, dv) of this rank's shards, in the dtype of q, k and v, given
         dout, the gradient of out; with `sink` (dq, dk, dv, dsink), dsink `[q_heads]` in the
-        dtype of sink, summed over all ranks.
+        dtype of sink, summed over all ranks. `dlse` is the gradient of lse; None is 0.
 
         out and lse are what `attention` returned on this rank, and `options` those of that call.
         Errors as for `attention`.
@@ -298,27 +309,22 @@ class Ring:
             q, k, v = take("q", q), take("k", k), take("v", v)
             shapes = check_arrays(q, k, v)
             dout, out, lse = take("dout", dout), take("out", out), take("lse", lse)
-            check_result(shapes, dout, out, lse)
-            place = one_place(q=q, k=k, v=v, dout=dout, out=out, lse=lse)
+            more = {} if dlse is None else {"dlse": take("dlse", dlse)}
+            check_result(shapes, dout, out, lse, **more)
+            place = one_place(q=q, k=k, v=v, dout=dout, out=out, lse=lse, **more)
             given = CallOptions.of("Ring.attention_backward", shapes, options)
-        call = self._caller.prepare("backward", shapes, place, given)
+        call = self._caller.prepare("backward", shapes, place, given, dlse=bool(more))
         device = call.device
         with self._running(call, shapes) as run:
-            dout, out = device.place(dout), device.place(out)
-            tensors = Tensors(
-                q=device.place(q),
-                k=device.place(k),
-                v=device.place(v),
-                dout=dout,
-                lse=device.take(device.place(lse), slice(None), 2),
-                delta=device.row_delta(dout, out, shapes.dtype),
-                out=out if call.backend.needs_out else None,
-            )
+            arrays = q, k, v, dout, out, lse
+            needs_out = call.backend.needs_out
+            tensors = Tensors.placed(device, arrays, more.get("dlse"), call.problem, needs_out)
             sums = backward(tensors, call.problem, call.steps, call.travel, call.backend, run)
             gradients: tuple[Array, ...] = tuple(give_back(device, x, q) for x in sums)
             if given.sink is not None and call.seen is not None:
-                part = device.sink_gradient(given.sink, tensors.lse, tensors.delta, call.seen)
-                gradients += (put_like(self._sum_sinks(part, given.sink), q),)
+                part = sink_part(device, given.sink, tensors, call.seen)
+                dsink = sum_of_sinks(self._transport, part, given.sink.dtype, self.timeout)
+                gradients += (put_like(dsink, q),)
         return tuple(map(give, gradients))
 
     def close(self) -> None:
@@ -358,13 +364,6 @@ class Ring:
         if self.on_step is not None:
             self.on_step(step)
         registry().plugins.ring_step(step)
-
-    def _sum_sinks(self, part: Array, sink: Array) -> Array:
-        """The sum of all ranks' parts, in rank order, so that it is the same everywhere."""
-        raw = gather(self._transport, part.astype(np.float64).tobytes(), self.timeout)
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = np.sum([np.frombuffer(each, np.float64) for each in raw], axis=0)
-            return np.asarray(total.astype(sink.dtype))
 
 
 def _over(transport: str, control: str) -> Callable[[Transport], Transport]:

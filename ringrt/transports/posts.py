@@ -1,0 +1,135 @@
+"""Messages as their two sides are posted, and the waiting for them, where no library does it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ringrt.errors import ExchangeTimeout, PeerLost, TransportError, name_ranks
+from ringrt.plan.partition import Array
+
+
+@dataclass(eq=False, slots=True)
+class Post:
+    """One side of a message ("send" or "recv"), until its bytes are across."""
+
+    verb: str
+    peer: int
+    data: Array
+    done: bool = False
+    error: str | None = None
+
+    def __str__(self) -> str:
+        link = "to" if self.verb == "send" else "from"
+        return f"{self.verb} {self.data.nbytes} bytes {link} rank {self.peer}"
+
+    def refuse(self, sent: int, expected: int) -> None:
+        """The other side is of another size, in bytes."""
+        self.error = f"{sent} bytes sent meet {expected} expected"
+        self.done = True
+
+
+def copy_across(send: Post, recv: Post) -> None:
+    """Both sides lie in this process."""
+    sizes = send.data.nbytes, recv.data.nbytes
+    if sizes[0] == sizes[1]:
+        np.copyto(recv.data, send.data)
+        send.done = recv.done = True
+    else:
+        send.refuse(*sizes)
+        recv.refuse(*sizes)
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What is known of the ranks. `changed` guards it, and whatever they wait for."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    #: Which rank failed first, and why.
+    failure: tuple[int, str] | None = None
+    #: Ranks that have left in good order.
+    left: set[int] = field(default_factory=set)
+
+    def fail(self, rank: int, reason: str) -> None:
+        """The first failure is kept; everyone who waits wakes up to it."""
+        with self.changed:
+            self.failure = self.failure or (rank, reason)
+            self.changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Whoever waits for that rank wakes up to it."""
+        with self.changed:
+            self.left.add(rank)
+            self.changed.notify_all()
+
+    def raise_if_failed(self, rank: int) -> None:
+        """Raise on behalf of `rank`: `PeerLost` if another has failed."""
+        if self.failure and self.failure[0] == rank:
+            raise TransportError(f"this ring was aborted by its rank {rank}: {self.failure[1]}")
+        if self.failure:
+            raise PeerLost(f"rank {self.failure[0]} failed: {self.failure[1]}")
+
+    def wait_for(self, rank: int, peers: Callable[[], set[int]], timeout: float) -> set[int]:
+        """Wait until there are no `peers` left to wait for; those that there are when the
+        deadline passes. `PeerLost` if a rank has failed, or one of the peers has left."""
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while waiting := peers():
+                self.raise_if_failed(rank)
+                if gone := waiting & self.left:
+                    raise PeerLost(f"rank {rank} waits for {name_ranks(gone)}, gone from the ring")
+                if not self.changed.wait(deadline - time.monotonic()):
+                    return peers()
+        return set()
+
+
+class Waiter(Protocol):
+    """The rank that waits for a ticket."""
+
+    rank: int
+
+    def poll(self) -> None:
+        """See `ringrt.transport.Transport`."""
+
+    def wait_for(self, peers: Callable[[], set[int]], timeout: float) -> set[int]:
+        """See `Meeting`."""
+
+
+class PostTicket:
+    """See `ringrt.transport.Ticket`."""
+
+    span = None
+
+    def __init__(self, waiter: Waiter, posts: list[Post], step: int) -> None:
+        self._waiter, self._posts, self._step = waiter, posts, step
+
+    def progress(self) -> bool:
+        """Whether all is across; nothing needs to be moved from here."""
+        if self._open():
+            self._waiter.poll()
+        return not self._open()
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the ranks that are behind."""
+        rank = self._waiter.rank
+        if self._waiter.wait_for(self._peers, timeout):
+            pending = "; ".join(str(post) for post in self._open())
+            raise ExchangeTimeout(
+                f"rank {rank} waited {timeout:g} s in ring step {self._step} to {pending}"
+            )
+        for post in self._posts:
+            if post.error:
+                raise TransportError(
+                    f"rank {rank}, ring step {self._step}, rank {post.peer}: {post.error}"
+                )
+
+    def _open(self) -> list[Post]:
+        return [post for post in self._posts if not post.done]
+
+    def _peers(self) -> set[int]:
+        return {post.peer for post in self._open()}
