@@ -104,12 +104,18 @@ class Caller:
         return agree(self.transport, common | dict(record), options.timeout)
 
     def prepare(
-        self, operation: str, shapes: Shapes, place: Place, options: CallOptions
+        self,
+        operation: str,
+        shapes: Shapes,
+        place: Place,
+        options: CallOptions,
+        dlse: bool = False,
     ) -> Prepared:
-        """Agree on a pass ("forward" or "backward") and prepare it. Kept, so that a call like an
-        earlier one costs one round of the control plane and no planning. Whether it is like an
-        earlier one is found from what all ranks said, so that all find the same."""
-        local = [shapes.q_rows, shapes.kv_rows, self.backend, *place]
+        """Agree on a pass ("forward" or "backward"; `dlse` says whether a gradient of lse comes in
+        on this rank) and prepare it. Kept, so that a call like an earlier one costs one round of
+        the control plane and no planning. Whether it is like an earlier one is found from what all
+        ranks said, so that all find the same."""
+        local = [shapes.q_rows, shapes.kv_rows, self.backend, *place, dlse]
         common = {"operation": operation} | shapes.common() | options.record()
         records = self.agree(common | {"local": local})
         # Sinks are compared, but a plan only depends on whether there are any.
@@ -179,7 +185,8 @@ class Caller:
         rank, options = self.transport.rank, self.options
         backward = records[rank]["operation"] == "backward"
         problem = self._problem(records, shapes, call)
-        name, backend, device = self._choose_backend(problem, backward, place)
+        dlse = bool(records[rank]["local"][5])
+        name, backend, device = self._choose_backend(problem, backward, dlse, place)
         planned = plan(
             problem,
             options.partition,
@@ -223,7 +230,7 @@ class Caller:
         return self.transport
 
     def _choose_backend(
-        self, problem: Problem, backward: bool, place: Place
+        self, problem: Problem, backward: bool, dlse: bool, place: Place
     ) -> tuple[str, Backend, Device]:
         auto = self.backend == "auto"
         names = [spec.name for spec in registry().candidates()] if auto else [self.backend]
@@ -245,7 +252,7 @@ class Caller:
                 continue
             refusal = backend.supports(problem)
             if refusal is None and backward:
-                refusal = self._refuses_backward(backend)
+                refusal = self._refuses_backward(backend, dlse)
             if refusal is None:
                 return name, backend, device
             refusals.append(f"backend {name}: {refusal}")
@@ -255,11 +262,13 @@ class Caller:
             raise (HandoffError if place[0] == "cuda" else Unsupported)("; ".join(misplaced))
         raise BackendUnavailable("no backend can run here; see `ringrt doctor`")
 
-    def _refuses_backward(self, backend: Backend) -> str | None:
+    def _refuses_backward(self, backend: Backend, dlse: bool) -> str | None:
         if not backend.backward:
             return "backward is not implemented"
         if backend.needs_out and self.options.travel == "q":
             return "travel q is not implemented: backward needs out, which does not travel"
+        if backend.needs_out and dlse:
+            return "dlse is not implemented: it makes delta of dout and out by itself"
         return None
 
     def _misplaced(self, name: str, place: Place) -> str | None:

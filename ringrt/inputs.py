@@ -13,7 +13,6 @@ from ringrt.errors import ConfigError, HandoffError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import ITEMSIZE, state_dtype
 
-
 #: Where arrays lie: a kind of device, and which of them.
 Place = tuple[Kind, int]
 
@@ -109,8 +108,10 @@ def check_arrays(q: Array, k: Array, v: Array) -> Shapes:
     )
 
 
-def check_result(shapes: Shapes, dout: Array, out: Array, lse: Array) -> None:
-    """`ConfigError` unless dout and out `[batch, rows, q_heads, value_dim]` and lse
+def check_result(
+    shapes: Shapes, dout: Array, out: Array, lse: Array, dlse: Array | None = None
+) -> None:
+    """`ConfigError` unless dout and out `[batch, rows, q_heads, value_dim]` and lse and dlse
     `[batch, q_heads, rows]` fit q, k and v."""
     expected: tuple[int, ...] = (shapes.batch, shapes.q_rows, shapes.q_heads, shapes.value_dim)
     for name, x in (("dout", dout), ("out", out)):
@@ -119,7 +120,8 @@ def check_result(shapes: Shapes, dout: Array, out: Array, lse: Array) -> None:
         if dtype_name(x) != shapes.dtype:
             raise ConfigError(name, f"the dtype of q, {shapes.dtype}", x.dtype)
     expected = (shapes.batch, shapes.q_heads, shapes.q_rows)
-    if lse.shape != expected:
-        raise ConfigError("lse", f"shape {expected}", f"shape {lse.shape}")
-    if dtype_name(lse) != state_dtype(shapes.dtype):
-        raise ConfigError("lse", f"dtype {state_dtype(shapes.dtype)}", lse.dtype)
+    for name, x in (("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
+        if x.shape != expected:
+            raise ConfigError(name, f"shape {expected}", f"shape {x.shape}")
+        if dtype_name(x) != state_dtype(shapes.dtype):
+            raise ConfigError(name, f"dtype {state_dtype(shapes.dtype)}", x.dtype)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ringrt.errors import ConfigError, PeerLost, RankMismatch
 from ringrt.dlpack import giver, take
+from ringrt.errors import ConfigError, PeerLost, RankMismatch
 from ringrt.inputs import check_arrays, check_result, one_place
 from ringrt.places import unshard_like, wait_for_caller
 from ringrt.plan.mask import is_whole
@@ -104,6 +104,7 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    dlse: Any = None,
     ranks: int,
     partition: str = "striped",
     schedule: str = "auto",
@@ -118,13 +119,15 @@ def attention_backward(
     names = ("dout", "q", "k", "v", "out", "lse")
     give = giver("q", q)
     arrays = [take(n, x) for n, x in zip(names, (dout, q, k, v, out, lse), strict=True)]
-    check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:])
-    wait_for_caller(one_place(**dict(zip(names, arrays, strict=True))))
+    more = {} if dlse is None else {"dlse": take("dlse", dlse)}
+    check_result(check_arrays(*arrays[1:4]), arrays[0], *arrays[4:], **more)
+    wait_for_caller(one_place(**dict(zip(names, arrays, strict=True)), **more))
     rule = registry().partition(partition)
 
     def on_rank(ring: Ring) -> tuple[Array, ...]:
         shards = [*map(ring.cut, arrays[:5]), ring.cut(arrays[5], axis=2)]
-        return ring.attention_backward(*shards, **options)
+        own = None if dlse is None else ring.cut(more["dlse"], axis=2)
+        return ring.attention_backward(*shards, dlse=own, **options)
 
     results = run_threads(
         on_rank,

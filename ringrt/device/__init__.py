@@ -58,9 +58,10 @@ class Device(Protocol):
     def rounded(self, x: Array, dtype: str) -> Array:
         """Sums in another dtype, rounded to nearest."""
 
-    def row_delta(self, dout: Array, out: Array, dtype: str) -> Array:
+    def row_delta(self, dout: Array, out: Array, dtype: str, dlse: Array | None = None) -> Array:
         """delta = rowsum(dout · out) `[batch, heads, rows]` of two arrays `[batch, rows, heads,
-        dim]` of that dtype, summed in float64, in the dtype of sums."""
+        dim]` of that dtype, summed in float64, in the dtype of sums; less dlse, which is like
+        delta and contiguous."""
 
     def sink_gradient(self, sink: Array, lse: Array, delta: Array, seen: Array) -> Array:
         """This rank's part of dsink `[heads]`, a float64 NumPy array; see engine/backward.py. sink

@@ -150,14 +150,16 @@ class CudaDevice:
         self.run(function, x.size, x, narrow, np.int64(x.size))
         return narrow
 
-    def row_delta(self, dout: Array, out: Array, dtype: str) -> Array:
+    def row_delta(self, dout: Array, out: Array, dtype: str, dlse: Array | None = None) -> Array:
         """One kernel."""
         batch, rows, heads, dim = dout.shape
         sums = state_dtype(dtype)
         delta = self.empty((batch, heads, rows), sums)
         strides = [np.int64(s // x.itemsize) for x in (dout, out) for s in x.strides]
-        self.run(self._rows("row_delta", dtype), delta.size * 32, dout, out, delta,
-                 *map(np.int64, (batch, rows, heads)), np.int32(dim), *strides)  # fmt: skip
+        less = self.upload(np.zeros(1, sums)) if dlse is None else dlse
+        self.run(self._rows("row_delta", dtype), delta.size * 32, dout, out, delta, less,
+                 np.int32(dlse is not None), *map(np.int64, (batch, rows, heads)), np.int32(dim),
+                 *strides)  # fmt: skip
         return delta
 
     def sink_gradient(self, sink: Array, lse: Array, delta: Array, seen: Array) -> Array:

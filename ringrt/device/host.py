@@ -59,11 +59,12 @@ class HostDevice:
         with np.errstate(over="ignore"):
             return x.astype(numpy_dtype(dtype), copy=False)
 
-    def row_delta(self, dout: Array, out: Array, dtype: str) -> Array:
+    def row_delta(self, dout: Array, out: Array, dtype: str, dlse: Array | None = None) -> Array:
         """In float64, rounded once."""
         sums = np.float64 if dtype == "float64" else np.float32
         with np.errstate(invalid="ignore", over="ignore"):
             product = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
+            product = product if dlse is None else product - dlse
             return np.ascontiguousarray(product.astype(sums))
 
     def sink_gradient(self, sink: Array, lse: Array, delta: Array, seen: Array) -> Array:

@@ -3,7 +3,9 @@
 What stays and what goes. Where K,V travel, the queries stay: each rank adds its part to the
 travelling dk and dv, which come home at the end. Where the queries travel (q, dout, lse and
 delta), K,V stay with their dk and dv, and dq travels. Either way the global out and lse drive
-every step: delta = rowsum(dout · out), p = e^(score − lse).
+every step: delta = rowsum(dout · out), p = e^(score − lse). lse = ln Σ e^score has the gradient p
+with respect to the scores, so one that comes in through lse, dlse, is taken off delta:
+ds = p (dp − delta + dlse).
 
 A sum for the shard of step s leaves during step s + 1, when the compute of step s is done.
 """
@@ -29,7 +31,8 @@ _ALL = slice(None)
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """One rank's inputs of the backward pass, as `Ring.attention_backward` takes them, and
-    delta `[batch, q_heads, rows]`; out where the backend needs it, otherwise None."""
+    delta − dlse `[batch, q_heads, rows]`; dlse where there is one, and out where the backend needs
+    it, otherwise None."""
 
     q: Array
     k: Array
@@ -37,7 +40,25 @@ class Tensors:
     dout: Array
     lse: Array
     delta: Array
+    dlse: Array | None = None
     out: Array | None = None
+
+    @classmethod
+    def placed(
+        cls,
+        device: Device,
+        arrays: tuple[Array, Array, Array, Array, Array, Array],
+        dlse: Array | None,
+        problem: Problem,
+        needs_out: bool,
+    ) -> Tensors:
+        """On a device, where it is current; `arrays` are q, k, v, dout, out and lse."""
+        q, k, v, dout, out, lse = (device.place(x) for x in arrays)
+        if dlse is not None:
+            dlse = device.take(device.place(dlse), _ALL, 2)
+        delta = device.row_delta(dout, out, problem.dtype, dlse)
+        lse = device.take(lse, _ALL, 2)
+        return cls(q, k, v, dout, lse, delta, dlse, out if needs_out else None)
 
 
 def backward(

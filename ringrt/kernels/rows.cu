@@ -45,11 +45,11 @@ rounded(const SUM* from, TYPE* to, i64 count) {
     EACH(n, count) to[n] = narrow<TYPE>(from[n]);
 }
 
-// delta [batch, heads, rows] = sum over dim of dout * out, in fp64; dout and out [batch, rows, heads,
-// dim] by their strides. One warp a row.
+// delta [batch, heads, rows] = sum over dim of dout * out, less what lies in `less` if it counts, in
+// fp64; dout and out [batch, rows, heads, dim] by their strides. One warp a row.
 KERNEL(THREADS)
-row_delta(const TYPE* dout, const TYPE* out, SUM* delta, i64 batch, i64 rows, i64 heads, int dim, i64 d0, i64 d1,
-          i64 d2, i64 d3, i64 o0, i64 o1, i64 o2, i64 o3) {
+row_delta(const TYPE* dout, const TYPE* out, SUM* delta, const SUM* less, int has_less, i64 batch, i64 rows,
+          i64 heads, int dim, i64 d0, i64 d1, i64 d2, i64 d3, i64 o0, i64 o1, i64 o2, i64 o3) {
     int lane = threadIdx.x % 32;
     for (i64 n = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < batch * heads * rows;
          n += (i64)gridDim.x * (THREADS / 32)) {
@@ -59,7 +59,7 @@ row_delta(const TYPE* dout, const TYPE* out, SUM* delta, i64 batch, i64 rows, i6
         double sum = 0;
         for (int d = lane; d < dim; d += 32) sum += (double)widen(a[d * d3]) * (double)widen(c[d * o3]);
         for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == 0) delta[n] = SUM(sum);
+        if (lane == 0) delta[n] = SUM(has_less ? sum - (double)less[n] : sum);
     }
 }
 
