@@ -33,6 +33,13 @@ _SET = click.option(
     help="Override a key of the job, by its dotted path.",
 )
 
+_ONLY = click.option(
+    "--only", multiple=True, metavar="CHECK", help="Run this check alone; may be repeated."
+)
+_LIST = click.option(
+    "--list", "listed", is_flag=True, help="Show the names of the checks, and run none."
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ringrt")
@@ -105,6 +112,56 @@ def backends() -> None:
     from ringrt.cli.tables import print_plugins
 
     print_plugins()
+
+
+@cli.command("check-backend")
+@click.argument("name")
+@_ONLY
+@_LIST
+def check_backend(name: str, only: tuple[str, ...], listed: bool) -> None:
+    """Put the backend NAME to the whole contract."""
+    from ringrt.cli.checks import check_and_print, print_names
+    from ringrt.conformance.suites import BACKEND_CHECKS, BackendSuite
+
+    if listed:
+        print_names(BACKEND_CHECKS)
+    else:
+        sys.exit(0 if check_and_print(BackendSuite(name), only) else 1)
+
+
+@cli.command("check-transport")
+@click.argument("name")
+@_ONLY
+@_LIST
+def check_transport(name: str, only: tuple[str, ...], listed: bool) -> None:
+    """Put the transport NAME to the whole contract: on thread ranks, or where a launcher started
+    this process (mpirun, say), on all that it started."""
+    from ringrt.cli.checks import check_and_print, print_names
+    from ringrt.conformance.suites import TRANSPORT_CHECKS, TransportSuite
+
+    if listed:
+        print_names(TRANSPORT_CHECKS)
+        return
+    suite = TransportSuite(name, processes=True)
+    suite.leave(0 if check_and_print(suite, only, speaks=_speaks()) else 1)
+
+
+@cli.command("new-plugin")
+@click.argument("name")
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    default=".",
+    help="The folder in which the plugin's own is made; by default the current one.",
+)
+def new_plugin(name: str, into: Path) -> None:
+    """Write a small plugin with a backend NAME, to begin your own with."""
+    from ringrt.scaffold import new_plugin as write
+
+    names, folder = write(name, into)
+    click.echo(f"wrote {folder} with the backend {names.backend}; next:")
+    click.echo(f"    pip install --editable {folder}")
+    click.echo(f"    ringrt check-backend {names.backend}")
 
 
 @cli.command()

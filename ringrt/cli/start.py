@@ -21,10 +21,15 @@ from ringrt.jobs.run import (
 )
 from ringrt.registry import registry
 from ringrt.ring import Ring
-from ringrt.transport import Launch, Transport
+from ringrt.transport import Launch, Transport, TransportSpec
 
 #: How long launched ranks wait for one another to read and check the job, in seconds.
 _TIMEOUT = 60.0
+#: How a launcher is called, by the name of its transport.
+_CALLS = {
+    "mpi": "mpirun -n 4 ringrt run ...",
+    "torch": "torchrun --nproc-per-node 4 -m ringrt run ...",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +55,10 @@ def start(path: Path, overrides: Sequence[str], ranks: int | None) -> Begun:
     `RankMismatch` with the reason on the others."""
     launched = registry().launched()
     transport = registry().connect(launched[0].name) if launched is not None else None
-    launch = launched[1] if launched is not None else None
     failure: RingrtError | None = None
     begun = None
     try:
-        begun = _begin(path, overrides, ranks, launch, transport)
+        begun = _begin(path, overrides, ranks, launched, transport)
     except RingrtError as error:
         failure = error
     if transport is not None:
@@ -73,17 +77,17 @@ def _begin(
     path: Path,
     overrides: Sequence[str],
     ranks: int | None,
-    launch: Launch | None,
+    launched: tuple[TransportSpec, Launch] | None,
     transport: Transport | None,
 ) -> Begun:
     loaded = load_job(path, overrides)
-    threads = _check_transport(loaded.job.ring.transport, launch)
-    if launch is None:
+    threads = _check_transport(loaded.job.ring.transport, launched[0].name if launched else None)
+    if launched is None:
         size = ranks or loaded.job.ring.ranks or 1
-    elif ranks in (None, launch.size):
-        size = launch.size
+    elif ranks in (None, launched[1].size):
+        size = launched[1].size
     else:
-        raise ConfigError("--ranks", f"the {launch.size} processes started", ranks)
+        raise ConfigError("--ranks", f"the {launched[1].size} processes started", ranks)
     check_job(loaded, size)
     over = registry().transport(threads).over
     if transport is not None and over is not None:
@@ -91,16 +95,19 @@ def _begin(
     return Begun(loaded, size, threads, transport)
 
 
-def _check_transport(name: str, launch: Launch | None) -> str:
-    """The job's transport must fit the way it was started. Returns a transport of threads."""
+def _check_transport(name: str, launcher: str | None) -> str:
+    """The job's transport must fit the way it was started: `launcher` is the transport whose
+    launcher did. Returns a transport of threads."""
     if name == "auto":
         return "threads"
     spec = registry().transport(name)
     if spec.over is not None:
         return name
-    if launch is not None and spec.connect is None:
-        raise ConfigError("ring.transport", "one between processes, under a launcher", name)
-    if launch is None and spec.group is None:
-        expected = f"a start by the launcher of {name}, as in `mpirun -n 4 ringrt run ...`"
+    if launcher is not None and name != launcher:
+        expected = f"auto, {launcher} or one that works over it, as these processes were started"
+        raise ConfigError("ring.transport", expected, name)
+    if launcher is None and spec.group is None:
+        call = f", as in `{_CALLS[name]}`" if name in _CALLS else f": {spec.summary}"
+        expected = f"a start by the launcher of {name}{call}"
         raise ConfigError("ring.transport", expected, "a plain process")
     return name

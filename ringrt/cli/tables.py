@@ -15,6 +15,7 @@ from ringrt.errors import BackendUnavailable
 from ringrt.plan import HOME, Hop, Mask, Plan, Problem, Step
 from ringrt.plan.cost import count_steps, payload_bytes, sum_bytes
 from ringrt.plan.problem import ITEMSIZE
+from ringrt.plugins import BLOCK_VARIABLE
 from ringrt.registry import missing_for, registry
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _SHOWN_RANKS, _SUMMED_RANKS = 8, 64
 
 def print_report(report: JobReport) -> None:
     """The result of a job: for each pass a row for each rank and the speed, then the error."""
-    console = _console()
+    console = new_console()
     console.print(_describe(report.problem))
     for name, planned in report.plans.items():
         console.print()
@@ -96,7 +97,7 @@ def _print_errors(console: Console, report: JobReport) -> None:
 
 def print_plan(name: str, plan: Plan, rank: int | None) -> None:
     """The schedule of a pass: every step of a few ranks, or a row for each of many."""
-    console = _console()
+    console = new_console()
     problem = plan.problem
     moves = "K,V" if plan.travel == "kv" else "Q"
     console.print(_describe(problem))
@@ -162,7 +163,7 @@ def _ranks_table(name: str, plan: Plan) -> Table:
 
 def print_checks(checks: Iterable[Check]) -> bool:
     """What `ringrt doctor` found, as it finds it; False if something essential is broken."""
-    console = _console()
+    console = new_console()
     sound = True
     for check in checks:
         mark = "[green]works[/]" if check.works else "[yellow]does not work[/]"
@@ -175,8 +176,8 @@ def print_checks(checks: Iterable[Check]) -> bool:
 
 
 def print_plugins() -> None:
-    """Backends and transports, what they are and what they support."""
-    console = _console()
+    """Backends, transports and partitions, what they are and what they support."""
+    console = new_console()
     found = registry()
     for spec in found.backends.values():
         missing = missing_for(spec)
@@ -188,6 +189,10 @@ def print_plugins() -> None:
         console.print(f"[bold]transport {each.name}[/]: {each.summary}")
         said = f"cannot run here: {missing}" if missing else "runs here"
         console.print(f"    {said}", markup=False)
+    for rule in found.partitions.values():
+        console.print(f"[bold]partition {rule.name}[/]: {rule.summary}")
+    if found.plugins.blocked:
+        console.print(f"blocked by {BLOCK_VARIABLE}: {', '.join(found.plugins.blocked)}")
     for problem in found.problems:
         console.print(problem, markup=False)
 
@@ -276,7 +281,7 @@ def _table(*columns: str, text: tuple[str, ...] = ("in",)) -> Table:
     return table
 
 
-def _console() -> Console:
+def new_console() -> Console:
     """Never narrower than the tables: a line that the terminal wraps is better than a figure
     that is cut off."""
     console = Console(highlight=False)

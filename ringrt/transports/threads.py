@@ -116,6 +116,7 @@ class ThreadTransport(HostTransport):
 
     def all_gather_bytes(self, payload: bytes, timeout: float) -> list[bytes]:
         """Leave the payload for the others and wait for theirs."""
+        self.poll()
         group, index = self._group, self._round
         self._round += 1
         with group.changed:
