@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_acceptance.py [--quick] [--json gpu.json] [--sections ...] [--simulate]
 
-Three sections (benchmarks/gpu): correctness against float64 on one rank, the ring over NCCL and
-staged through the host, and speed beside PyTorch's SDPA and flash-attn. What is wrong is one line
+Four sections (benchmarks/gpu): correctness against float64 on one rank, the contract put to every
+backend of GPUs that is installed (plugins too), the ring over NCCL and staged through the host, and
+speed beside PyTorch's SDPA and flash-attn. What is wrong is one line
 each and never stops the rest. Needs no network. Exit status: 0 if all is accepted, 1 if anything
-was wrong, 2 without a GPU (0 with --allow-missing). With --simulate the first two run at small
+was wrong, 2 without a GPU (0 with --allow-missing). With --simulate all but speed run at small
 sizes on the CUDA simulator. docs/gpu.md says more.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("correctness", "ring", "speed")
+SECTIONS = ("correctness", "contract", "ring", "speed")
 #: How a section's cases are run: its module, the cases, the environment, and seconds for each.
 Run = Callable[[str, list[dict[str, Any]], Mapping[str, str], float], Iterable[dict[str, Any]]]
 
@@ -105,6 +106,11 @@ class _Acceptance:
             yield from self._run(
                 correctness.__name__, correctness.cases(quick, simulate), {}, correctness.LIMIT_S
             )
+        elif name == "contract":
+            from gpu import contract
+
+            cases = contract.cases(quick)
+            yield from self._run(contract.__name__, cases, {}, contract.LIMIT_S)
         elif name == "speed":
             from gpu import speed
 

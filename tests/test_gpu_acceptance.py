@@ -77,7 +77,9 @@ def test_it_is_accepted_on_the_simulator(tmp_path):
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["accepted"]
     assert report["machine"]["simulated"]
-    assert list(report["sections"]) == ["correctness", "ring"]
+    assert list(report["sections"]) == ["correctness", "contract", "ring"]
+    contract = report["sections"]["contract"]
+    assert {r["title"] for r in contract} >= {"cupy does-something", "cupy backward-float16"}
     ring = report["sections"]["ring"]
     assert {(r["group"], r["title"].split()[0]) for r in ring} == {
         (transport, ranks) for transport in ("nccl", "threads") for ranks in "23"
@@ -111,6 +113,21 @@ sys.exit(gpu_acceptance.main(arguments, few))
     assert all(": out: " in line and "times its bound" in line for line in told)
     assert "not accepted: 3 wrong" in done.stdout.splitlines()[-1]
     assert not json.loads((tmp_path / "gpu.json").read_text())["accepted"]
+
+
+def test_a_backend_that_breaks_the_contract_is_not_accepted():
+    done = in_one_process("""
+import gpu_acceptance
+from gpu import child
+from ringrt_backends.cuda_cupy import CupyBackend
+
+right = CupyBackend.finish
+CupyBackend.finish = lambda self, state, stream=None: right(self, state, stream)[::-1]
+run = lambda module, cases, environment, limit_s: child.results(module, cases)
+sys.exit(gpu_acceptance.main(["--simulate", "--sections", "contract"], run))
+""")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "wrong: contract: cupy does-something: " in done.stdout
 
 
 def test_speed_is_measured_beside_peers():

@@ -30,7 +30,7 @@ def lines(result: Result) -> Iterable[str]:
 
 def tables(section: str, results: list[Result]) -> list[Table]:
     """Of a section."""
-    makers = {"correctness": _counts, "ring": _ring, "speed": _speed}
+    makers = {"correctness": _counts, "contract": _contract, "ring": _ring, "speed": _speed}
     return [table for table in makers[section](results) if table.row_count]
 
 
@@ -52,6 +52,16 @@ def _counts(results: list[Result]) -> list[Table]:
         refused = sum("refused" in each for each in some)
         right = len(some) - wrong - refused
         table.add_row(group, dtype, str(right), str(wrong), str(refused), *_largest(some))
+    return [table]
+
+
+def _contract(results: list[Result]) -> list[Table]:
+    table = Table("backend", "passed", "refused", "failed")
+    for name in dict.fromkeys(result["group"] for result in results):
+        some = [result for result in results if result["group"] == name]
+        failed = sum(bool(each["wrong"]) for each in some)
+        refused = sum("refused" in each for each in some)
+        table.add_row(name, str(len(some) - failed - refused), str(refused), str(failed))
     return [table]
 
 
