@@ -30,6 +30,22 @@ def test_the_readme_s_example_of_gradients_runs(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_readme_s_example_in_pytorch_runs(tmp_path):
+    [code] = [block for block in PYTHON if "ringrt.torch" in block]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_s_example_in_jax_runs(tmp_path):
+    [code] = [block for block in PYTHON if "ringrt.jax" in block]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_pictures_of_masks_are_those_of_today_s_plans(tmp_path):
     subprocess.run(
         [sys.executable, "docs/draw_masks.py", tmp_path], cwd=ROOT, check=True, timeout=60

@@ -3,6 +3,8 @@ is installed otherwise."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from plugin_support import PLUGINS, Environment
 from test_layering import HEAVY
@@ -88,6 +90,22 @@ def test_a_job_uses_the_backend_by_its_name(environment, job, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "backend minimal" in done.stdout
     assert "\nverified" in done.stdout
+
+
+def test_the_readme_s_example_runs(environment, tmp_path):
+    """Its commands, but for pip's, and its program."""
+    text = (ROOT / "README.md").read_text().split("\n## Plugins\n")[1].split("\n## ")[0]
+    [console], [code] = (
+        re.findall(rf"```{x}\n(.*?)```", text, re.S) for x in ("console", "python")
+    )
+    (tmp_path / "job.yaml").write_text(JOB.replace("minimal", "reference"))
+    (tmp_path / "use.py").write_text(code)
+    commands = [line.removeprefix("$ ") for line in console.splitlines()]
+    assert commands.pop(0) == "pip install plugins/ringrt-minimal"
+    assert len(commands) == 3
+    for command in [*commands, "python use.py"]:
+        done = environment.run(*command.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_the_backend_does_not_do_is_one_line(environment, job, tmp_path):

@@ -28,6 +28,7 @@ _TIMEOUT = 60.0
 #: How a launcher is called, by the name of its transport.
 _CALLS = {
     "mpi": "mpirun -n 4 ringrt run ...",
+    "tcp": "RINGRT_RANK=0 RINGRT_SIZE=4 RINGRT_RENDEZVOUS=host:29500 ringrt run ...",
     "torch": "torchrun --nproc-per-node 4 -m ringrt run ...",
 }
 
