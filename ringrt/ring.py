@@ -22,14 +22,7 @@ from ringrt.engine.sinks import sink_part, sum_of_sinks
 from ringrt.engine.stats import PassStats
 from ringrt.errors import ConfigError, RingrtError
 from ringrt.hookspecs import RingStep
-from ringrt.inputs import (
-    Shapes,
-    as_numpy,
-    check_arrays,
-    check_result,
-    dtype_name,
-    one_place,
-)
+from ringrt.inputs import Shapes, as_numpy, check_arrays, check_result, dtype_name, one_place
 from ringrt.options import CallOptions, is_number
 from ringrt.places import give_back, put_like
 from ringrt.plan import Mask
@@ -125,6 +118,15 @@ class Ring:
 
         end = TcpTransport(JaxRendezvous(), timeout)
         return cls.join(over(end), timeout=timeout, **options)
+
+    @classmethod
+    def from_environment(cls, *, transport: str = "tcp", **options: Any) -> Ring:
+        """The ring of the processes whose environments hold RINGRT_RANK, RINGRT_SIZE and
+        RINGRT_RENDEZVOUS=host:port; rank 0 listens there. `transport` is what moves K,V: tcp, or
+        nccl between GPUs. `options` as for `Ring`. `TransportUnavailable` names a variable that is
+        missing or wrong, `ExchangeTimeout` the ranks that did not come."""
+        over = _over(transport, "tcp")
+        return cls.join(over(registry().connect("tcp")), **options)
 
     @classmethod
     def join(cls, transport: Transport, **options: Any) -> Ring:

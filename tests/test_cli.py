@@ -341,14 +341,29 @@ def test_plan_of_many_ranks_is_one_row_each():
 
 
 def test_doctor_and_backends_say_what_works():
-    done = ringrt_command("doctor")
+    done = ringrt_command("doctor", timeout=110)
     assert done.returncode == 0, done.stdout
-    for line in ("backend cpu: works", "backend reference: works", "transport mpi: works"):
-        assert line in done.stdout
+    parts = (
+        "backend cpu",
+        "backend reference",
+        *(f"transport {x}" for x in ("mpi", "torch", "tcp")),
+    )
+    for part in parts:
+        assert f"{part}: works" in done.stdout, done.stdout
     done = ringrt_command("backends")
     assert done.returncode == 0
     for name in ("cpu", "reference", "null", "threads", "mpi"):
         assert re.search(rf"{name}: .*\n +(supports float16|runs here)", done.stdout), done.stdout
+    assert "partition zigzag: an early and a late chunk" in done.stdout
+
+
+def test_a_blocked_plugin_is_not_listed_and_said_to_be_blocked():
+    env = {"RINGRT_BLOCK_PLUGINS": "ringrt_partitions, absent"}
+    done = ringrt_command("backends", env=env)
+    assert done.returncode == 0
+    assert "partition striped" not in done.stdout
+    assert "blocked by RINGRT_BLOCK_PLUGINS: ringrt_partitions" in done.stdout
+    assert "RINGRT_BLOCK_PLUGINS names 'absent', which is not installed" in done.stdout
 
 
 def test_doctor_names_what_is_missing_and_its_remedy():

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ringrt.calls import available_cores
-from ringrt.cli.doctor_cuda import findings
+from ringrt.cli import doctor_cuda, doctor_processes
 from ringrt.device.driver import cupy
 from ringrt.launch import attention
 from ringrt.plugins import one_line
 from ringrt.registry import missing_for, registry
 from ringrt.version import __version__
 
-#: Two MPI ranks that pass one message round, through the product's own transport.
-_MPI_TRIAL = """
-import numpy, ringrt
-with ringrt.Ring.from_mpi(backend="reference", timeout=20) as ring:
-    x = numpy.ones((1, 2, 1, 4), "float32")
-    out, _ = ring.attention(x, x, x)
-    if ring.rank == 0:
-        print(ring.size, float(out.sum()))
-"""
 _TRIAL_TIMEOUT = 60
-#: Open MPI by itself refuses root, and more ranks than cores.
-_OPEN_MPI_TRIAL = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +43,8 @@ def examine() -> Iterator[Check]:
             yield _missing(f"backend {spec.name}", missing)
         elif spec.priority is not None or spec.device == "cuda":
             yield _try_backend(spec.name)
-    yield _try_mpi()
-    for part, works, detail, remedy in findings():
-        yield Check(part, works, detail, remedy)
+    for finding in itertools.chain(doctor_processes.findings(), doctor_cuda.findings()):
+        yield Check(*finding)
     yield _try_nccl()
 
 
@@ -88,46 +69,13 @@ def _try_backend(name: str, transport: str = "threads") -> Check:
 
 def _try_nccl() -> Check:
     """Two thread ranks, with a GPU for each."""
-    missing = missing_for(registry().transports["nccl"])
+    spec = registry().transports.get("nccl")
+    missing = missing_for(spec) if spec else "it is not there: unblock ringrt's transports"
     if missing is not None:
         return _missing("transport nccl", missing)
     if cupy().cuda.runtime.getDeviceCount() < 2:
         return Check("transport nccl", True, "not tried: there is one GPU")
     return _try_backend("cupy", transport="nccl")
-
-
-def _try_mpi() -> Check:
-    name = "transport mpi"
-    missing = missing_for(registry().transports["mpi"])
-    if missing is not None:
-        return _missing(name, missing)
-    mpirun = _mpirun()
-    if mpirun is None:
-        return Check(name, False, "there is no mpirun", "pip install 'ringrt[mpi]'")
-    command = [mpirun, "-n", "2", sys.executable, "-c", _MPI_TRIAL]
-    try:
-        trial = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TRIAL_TIMEOUT,
-            env=os.environ | _OPEN_MPI_TRIAL,
-        )
-    except subprocess.TimeoutExpired:
-        return Check(name, False, f"{mpirun} -n 2 did not end in {_TRIAL_TIMEOUT} s", _MPI_REMEDY)
-    if trial.returncode == 0 and trial.stdout.split() == ["2", "8.0"]:
-        return Check(name, True, f"two processes by {mpirun}")
-    said = (trial.stderr or trial.stdout).strip().splitlines()
-    return Check(name, False, f"{mpirun}: {said[-1] if said else 'wrong answer'}", _MPI_REMEDY)
-
-
-_MPI_REMEDY = "use the mpirun of the MPI library that mpi4py was built for"
-
-
-def _mpirun() -> str | None:
-    """The one beside this Python before any other."""
-    beside = shutil.which("mpirun", path=os.path.dirname(sys.executable))
-    return beside or shutil.which("mpirun")
 
 
 def _missing(name: str, text: str) -> Check:
