@@ -7,18 +7,20 @@ online softmax state, and absorbs the tiles of whatever shard is present.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from ringrt.block_arrays import BlockArrays, KernelArray, NumpyArrays
 from ringrt.device import Device, Kind
 from ringrt.device.host import HOST
+from ringrt.errors import Unsupported
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import Tile, TileTable
-from ringrt.softmax_state import SoftmaxState, from_block
+from ringrt.softmax_state import SoftmaxState, from_block, module_of
 
 #: What a backend computes on: None on the host; a device stream elsewhere.
 Stream = Any
@@ -74,9 +76,10 @@ class Backend(Protocol):
         out: Array | None = None,
     ) -> Any:
         """The gradients of some query rows, so far none. dout like out; lse and
-        delta = rowsum(dout · out) `[batch, q_heads, rows]` in the state dtype, of the whole row
-        and not of a block. All must stay as they are until `finish_backward`. `out` is given where
-        the backend `needs_out`."""
+        delta = rowsum(dout · out), less the gradient of lse where there is one, `[batch, q_heads,
+        rows]` in the state dtype, of the whole row and not of a block. All must stay as they are
+        until `finish_backward`. `out` is given where the backend `needs_out`, and then there is no
+        gradient of lse."""
 
     def accumulate_backward(
         self,
@@ -133,18 +136,29 @@ class BackendSpec:
 
 
 class BlockBackend(ABC):
-    """Base of backends whose kernel can only finish one block: it gives (out, lse) of one tile
-    by itself, and the merging is done here, in `problem.state_dtype`.
+    """Base of backends whose kernel can only finish one block: it gives (out, lse) of one tile by
+    itself, and from the whole row's out and lse the gradients of one tile. What is left is done
+    here, in `problem.state_dtype`: blocks are merged, gradients added up.
 
-    A subclass states the base of its kernel's logarithm in `lse_base`; it need not care what
-    the kernel reports for rows that see nothing.
+    A subclass implements `supports` and `block`; for gradients `block_backward`; and `parts` where
+    its kernel does not take every band. It states the base of its kernel's logarithm in
+    `lse_base`, and need not care what the kernel reports for rows that see nothing. Its arrays
+    are NumPy's; `ringrt.torch_blocks` is the same for kernels that take tensors.
     """
 
-    backward = False
-    needs_out = False
+    backward: bool = False
+    needs_out: bool = False
 
     #: e for natural logarithms, 2 for kernels that work in powers of two.
     lse_base: float = np.e
+    #: What the kernel computes on.
+    arrays: BlockArrays = NumpyArrays()
+
+    def __init_subclass__(cls) -> None:
+        """There is a backward pass if there is a `block_backward`."""
+        super().__init_subclass__()
+        cls.backward = cls.block_backward is not BlockBackend.block_backward
+        cls.needs_out = cls.backward
 
     @abstractmethod
     def supports(self, problem: Problem) -> str | None:
@@ -152,10 +166,32 @@ class BlockBackend(ABC):
 
     @abstractmethod
     def block(
-        self, q: Array, k: Array, v: Array, tile: Tile, problem: Problem
-    ) -> tuple[Array, Array]:
+        self, q: KernelArray, k: KernelArray, v: KernelArray, tile: Tile, problem: Problem
+    ) -> tuple[KernelArray, KernelArray]:
         """out `[batch, rows, q_heads, value_dim]` and lse `[batch, q_heads, rows]` of one
         tile; q, k and v are already cut to it, so that its band runs over their indices."""
+
+    def block_backward(
+        self,
+        q: KernelArray,
+        k: KernelArray,
+        v: KernelArray,
+        out: KernelArray,
+        lse: KernelArray,
+        dout: KernelArray,
+        tile: Tile,
+        problem: Problem,
+    ) -> tuple[KernelArray, KernelArray, KernelArray]:
+        """dq like q, and dk and dv like k and v (so in KV heads), of one tile.
+
+        out, lse and dout are of the whole row and not of the tile, lse in `lse_base`: the weights
+        are p = e^(score − lse). Where a row sees nothing lse is +inf, which makes them 0."""
+        raise Unsupported("backward is not implemented")
+
+    def parts(self, tile: Tile, problem: Problem) -> Iterable[Tile]:
+        """The tile as tiles that the kernel takes, with each visible pair in one of them: by
+        default itself. `ringrt.plan.bands.parts` cuts it for kernels that know no bands."""
+        return (tile,)
 
     def prepare(self, problem: Problem) -> None:  # noqa: B027 - optional
         """See `Backend.prepare`."""
@@ -165,39 +201,117 @@ class BlockBackend(ABC):
     ) -> BlockState:
         """See `Backend.begin`."""
         batch, rows = q.shape[:2]
-        softmax = SoftmaxState.empty(
-            batch, problem.q_heads, rows, problem.value_dim, problem.state_dtype, sink
-        )
-        return BlockState(q, problem, softmax)
+        shape = batch, problem.q_heads, rows, problem.value_dim
+        with self.arrays.running(stream):
+            softmax = SoftmaxState.empty(*shape, problem.state_dtype, sink, self.arrays.zeros)
+            return BlockState(self.arrays.taken(q, problem.dtype), problem, softmax)
 
     def accumulate(
         self, state: BlockState, k: Array, v: Array, tiles: TileTable, stream: Stream = None
     ) -> None:
         """See `Backend.accumulate`."""
-        for tile in tiles:
-            q = state.q[:, tile.q0 : tile.q1]
-            cut = slice(tile.k0, tile.k1)
-            out, lse = self.block(q, k[:, cut], v[:, cut], tile, state.problem)
-            natural = (lse * np.log(self.lse_base)).astype(state.problem.state_dtype)
-            block = from_block(out, natural, _empty_rows(tile))
-            state.softmax.rows(tile.q0, tile.q1).absorb(block)
+        arrays, problem = self.arrays, state.problem
+        with arrays.running(stream):
+            k, v = (arrays.taken(x, problem.dtype) for x in (k, v))
+            for tile, empty in self._each(tiles, problem):
+                rows, cut = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+                out, lse = self.block(state.q[:, rows], k[:, cut], v[:, cut], tile, problem)
+                natural = arrays.cast(lse * np.log(self.lse_base), problem.state_dtype)
+                state.softmax.rows(tile.q0, tile.q1).absorb(from_block(out, natural, empty))
 
     def finish(self, state: BlockState, stream: Stream = None) -> tuple[Array, Array]:
         """See `Backend.finish`."""
-        out, lse = state.softmax.finish()
-        return out.astype(state.q.dtype), lse
+        given, problem = self.arrays.given, state.problem
+        with self.arrays.running(stream):
+            out, lse = state.softmax.finish()
+            return given(out, problem.dtype), given(lse, problem.state_dtype)
+
+    def begin_backward(
+        self,
+        q: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        problem: Problem,
+        stream: Stream = None,
+        out: Array | None = None,
+    ) -> BlockGrads:
+        """See `Backend.begin_backward`. Block kernels find delta themselves, from out."""
+        assert out is not None, "needs_out"
+        arrays, sums = self.arrays, problem.state_dtype
+        with arrays.running(stream):
+            q, dout, out = (arrays.taken(x, problem.dtype) for x in (q, dout, out))
+            natural = arrays.taken(lse, sums)
+            unseen = natural == -np.inf
+            natural = module_of(natural).where(unseen, np.inf, natural)
+            rows = arrays.cast(natural / np.log(self.lse_base), sums)
+            return BlockGrads(q, dout, out, rows, unseen, arrays.zeros(q.shape, sums), problem)
+
+    def accumulate_backward(
+        self,
+        grads: BlockGrads,
+        k: Array,
+        v: Array,
+        dk: Array,
+        dv: Array,
+        tiles: TileTable,
+        stream: Stream = None,
+    ) -> None:
+        """See `Backend.accumulate_backward`."""
+        arrays, problem = self.arrays, grads.problem
+        with arrays.running(stream):
+            k, v = (arrays.taken(x, problem.dtype) for x in (k, v))
+            dk, dv = (arrays.taken(x, problem.state_dtype) for x in (dk, dv))
+            for tile, empty in self._each(tiles, problem):
+                rows, cut = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+                q, out, dout = (x[:, rows] for x in (grads.q, grads.out, grads.dout))
+                lse = grads.lse[..., rows]
+                if empty is not False:
+                    lse = module_of(lse).where(empty, np.inf, lse)
+                pair = k[:, cut], v[:, cut]
+                dq, *more = self.block_backward(q, *pair, out, lse, dout, tile, problem)
+                grads.dq[:, rows] += _cleared(dq, empty)
+                for total, part in zip((dk, dv), more, strict=True):
+                    total[:, cut] += part
+
+    def finish_backward(self, grads: BlockGrads, stream: Stream = None) -> Array:
+        """See `Backend.finish_backward`."""
+        with self.arrays.running(stream):
+            return self.arrays.given(_cleared(grads.dq, grads.unseen), grads.problem.state_dtype)
 
     def close(self) -> None:  # noqa: B027 - optional
         """See `Backend.close`."""
 
+    def _each(self, tiles: Iterable[Tile], problem: Problem) -> Iterator[tuple[Tile, KernelArray]]:
+        """The parts of the tiles, and which rows of each see none of its keys: bool `[rows]`, or
+        False if there are none. No kernel is called where there is no batch."""
+        for tile in tiles if problem.batch else ():
+            for part in self.parts(tile, problem):
+                empty = _empty_rows(part)
+                yield part, self.arrays.placed(empty) if empty.any() else False
+
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """What a `BlockBackend` carries through a pass."""
+    """What a `BlockBackend` carries through a forward pass."""
 
-    q: Array
+    q: KernelArray
     problem: Problem
     softmax: SoftmaxState
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrads:
+    """What a `BlockBackend` carries through a backward pass: lse in the kernel's base, +inf for
+    the rows that are `unseen`, i.e. see no key at all; dq in the state dtype."""
+
+    q: KernelArray
+    dout: KernelArray
+    out: KernelArray
+    lse: KernelArray
+    unseen: KernelArray
+    dq: KernelArray
+    problem: Problem
 
 
 def band(tile: Tile) -> Array:
@@ -205,6 +319,15 @@ def band(tile: Tile) -> Array:
     apart = np.arange(tile.q1 - tile.q0)[:, None] - np.arange(tile.k1 - tile.k0)[None, :]
     visible: Array = (tile.lower <= apart) & (apart <= tile.upper)
     return visible
+
+
+def _cleared(dq: KernelArray, empty: KernelArray) -> KernelArray:
+    """dq `[batch, rows, heads, dim]` with 0 in the rows of `empty`, whatever the kernel left
+    there: `[batch, heads, rows]`, `[rows]`, or False for none."""
+    if empty is False:
+        return dq
+    flags = empty[:, None] if empty.ndim == 1 else empty.swapaxes(1, 2)
+    return module_of(dq).where(flags[..., None], 0, dq)
 
 
 def _empty_rows(tile: Tile) -> Array:

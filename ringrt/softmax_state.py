@@ -1,4 +1,4 @@
-"""The online softmax state (m, z, y) in NumPy: identity, merge, finish.
+"""The online softmax state (m, z, y): identity, merge, finish.
 
 Per query row: running maximum m, partition sum z = Σ e^(s−m), accumulator y = Σ e^(s−m)·v.
 Absorbing further scores, or merging two states, rescales both to the common maximum
@@ -9,11 +9,17 @@ Absorbing further scores, or merging two states, rescales both to the common max
 
 m = −inf is the identity. A row that saw no key has out 0 and lse −inf; there is no finite
 stand-in for −inf anywhere, so nothing can be mistaken for a score.
+
+Written for NumPy arrays, and in what PyTorch names as NumPy does, so that the same lines merge
+tensors, on whatever device they lie.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,18 +43,17 @@ class SoftmaxState:
         value_dim: int,
         dtype: str,
         sink: Array | None = None,
+        zeros: Callable[[tuple[int, ...], str], Array] = np.zeros,
     ) -> SoftmaxState:
         """No key seen yet: the identity, or with sink logits `[heads]` the state that has seen
-        one key of that score, whose value is 0."""
-        state = cls(
-            m=np.full((batch, heads, rows), -np.inf, dtype=dtype),
-            z=np.zeros((batch, heads, rows), dtype=dtype),
-            y=np.zeros((batch, heads, rows, value_dim), dtype=dtype),
-        )
+        one key of that score, whose value is 0. `zeros(shape, dtype)` makes the arrays."""
+        shape = batch, heads, rows
+        state = cls(zeros(shape, dtype), zeros(shape, dtype), zeros((*shape, value_dim), dtype))
+        state.m[...] = -np.inf
         if sink is not None:
-            logits = sink.astype(dtype)[None, :, None]
-            state.m[...] = logits
-            state.z[...] = logits != -np.inf
+            for head, logit in enumerate(sink.astype(dtype).tolist()):
+                state.m[:, head] = logit
+                state.z[:, head] = logit != -np.inf
         return state
 
     def rows(self, start: int, stop: int) -> SoftmaxState:
@@ -58,7 +63,7 @@ class SoftmaxState:
 
     def absorb(self, other: SoftmaxState) -> None:
         """Merge `other` into this state, in place."""
-        m = np.maximum(self.m, other.m)
+        m = module_of(self.m).maximum(self.m, other.m)
         keep, add = rescale(self.m, m), rescale(other.m, m)
         self.z[...] = self.z * keep + other.z * add
         self.y[...] = self.y * keep[..., None] + other.y * add[..., None]
@@ -66,14 +71,14 @@ class SoftmaxState:
 
     def finish(self) -> tuple[Array, Array]:
         """out `[batch, rows, heads, value_dim]` and lse `[batch, heads, rows]`, natural log."""
-        empty = self.z == 0
-        divisor = np.where(empty, 1, self.z)
-        out = np.where(empty[..., None], 0, self.y) / divisor[..., None]
-        lse = np.where(empty, -np.inf, self.m + np.log(divisor))
-        return out.transpose(0, 2, 1, 3), lse.astype(self.m.dtype)
+        xp, empty = module_of(self.z), self.z == 0
+        divisor = xp.where(empty, 1, self.z)
+        out = xp.where(empty[..., None], 0, self.y) / divisor[..., None]
+        lse = xp.where(empty, -np.inf, self.m + xp.log(divisor))
+        return out.swapaxes(1, 2), lse
 
 
-def from_block(out: Array, lse: Array, empty: Array) -> SoftmaxState:
+def from_block(out: Array, lse: Array, empty: Array | bool) -> SoftmaxState:
     """The state of one block that a kernel has already finished.
 
     out `[batch, rows, heads, value_dim]`, lse `[batch, heads, rows]` in natural logarithm;
@@ -82,14 +87,21 @@ def from_block(out: Array, lse: Array, empty: Array) -> SoftmaxState:
     on what they report for such a row (+inf, −inf, or a large finite number).
     With m = lse the block's own sum is z = 1 and its accumulator is y = out.
     """
-    gone = np.broadcast_to(empty, lse.shape) | (lse == -np.inf)
-    m = np.where(gone, -np.inf, lse)
-    y = np.where(gone[..., None], 0, out.transpose(0, 2, 1, 3).astype(lse.dtype))
-    return SoftmaxState(m, np.where(gone, 0, 1).astype(lse.dtype), y)
+    xp, gone = module_of(lse), empty | (lse == -np.inf)
+    nothing = xp.zeros_like(lse)
+    y = xp.where(gone[..., None], nothing[..., None], out.swapaxes(1, 2))
+    return SoftmaxState(xp.where(gone, -np.inf, lse), xp.where(gone, nothing, 1), y)
 
 
 def rescale(old: Array, new: Array) -> Array:
     """e^(old − new) for a running maximum that moved from `old` to `new`; 0 where nothing
     had been seen (−inf − −inf would be NaN), NaN where a score was +inf or NaN."""
+    xp = module_of(old)
     with np.errstate(invalid="ignore"):
-        return np.where(old == -np.inf, np.zeros_like(old), np.exp(old - new))
+        weight: Array = xp.where(old == -np.inf, xp.zeros_like(old), xp.exp(old - new))
+    return weight
+
+
+def module_of(x: Any) -> Any:
+    """The module whose functions take x: NumPy for its arrays, PyTorch for its tensors."""
+    return sys.modules[type(x).__module__.partition(".")[0]]

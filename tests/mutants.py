@@ -51,13 +51,13 @@ MUTANTS = [
     Mutant("bytes of the sums miscounted", PLAN + "problem.py", "return row * ITEMSIZE[self.state_dtype]", "return row * ITEMSIZE[self.dtype]"),
     Mutant("values miscounted", PLAN + "problem.py", "row = self.batch * self.kv_heads * (self.head_dim + self.value_dim)\n        return row * ITEMSIZE[self.dtype]", "row = self.batch * self.kv_heads * 2 * self.head_dim\n        return row * ITEMSIZE[self.dtype]"),
     # State.
-    Mutant("merge without the identity", STATE, "return np.where(old == -np.inf, np.zeros_like(old), np.exp(old - new))", "return np.exp(old - new)"),
+    Mutant("merge without the identity", STATE, "xp.where(old == -np.inf, xp.zeros_like(old), xp.exp(old - new))", "xp.exp(old - new)"),
     Mutant("old maximum kept", REFERENCE, "softmax.m[...] = m", "softmax.m[...] = softmax.m"),
     Mutant("sum not rescaled", REFERENCE, "softmax.z[...] = softmax.z * keep", "softmax.z[...] = softmax.z"),
-    Mutant("lse in base 2", STATE, "self.m + np.log(divisor)", "self.m + np.log2(divisor)"),
-    Mutant("empty rows divided by", STATE, "divisor = np.where(empty, 1, self.z)", "divisor = self.z"),
-    Mutant("empty rows get a finite lse", STATE, "np.where(empty, -np.inf, self.m", "np.where(empty, -1e30, self.m"),
-    Mutant("sink without its weight", STATE, "state.z[...] = logits != -np.inf", "state.z[...] = 0"),
+    Mutant("lse in base 2", STATE, "self.m + xp.log(divisor)", "self.m + xp.log2(divisor)"),
+    Mutant("empty rows divided by", STATE, "divisor = xp.where(empty, 1, self.z)", "divisor = self.z"),
+    Mutant("empty rows get a finite lse", STATE, "xp.where(empty, -np.inf, self.m", "xp.where(empty, -1e30, self.m"),
+    Mutant("sink without its weight", STATE, "state.z[:, head] = logit != -np.inf", "state.z[:, head] = 0"),
     Mutant("what is hidden leaks as NaN", REFERENCE, "product[:, :, rows] +=", "product[:, :, :] += 0 * stray[:, :, None, :]\n        product[:, :, rows] +="),
     # Engine.
     Mutant("sink added at every step", ENGINE + "forward.py", "        exchange.wait(step, ticket)\n", "        if sink is not None:\n            state.softmax.z[...] += 1\n        exchange.wait(step, ticket)\n"),
