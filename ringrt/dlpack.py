@@ -40,7 +40,15 @@ Give = Callable[[Array], Any]
 _HOSTS = (CPU, CUDA_HOST, ROCM_HOST)
 _GPUS = (CUDA, CUDA_MANAGED)
 #: DLDeviceType of what is known and cannot be used.
-_NAMES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
+_NAMES = {
+    4: "OpenCL",
+    7: "Vulkan",
+    8: "Metal",
+    10: "ROCm",
+    14: "oneAPI",
+    15: "WebGPU",
+    16: "Hexagon",
+}
 
 
 def take(name: str, x: Any) -> Array:

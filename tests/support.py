@@ -78,6 +78,20 @@ def mpirun(ranks: int, *command: str | Path, timeout: float = 60, env=None):
     )
 
 
+def torchrun(ranks: int, *command: str | Path, timeout: float = 100, env=None):
+    """Run a Python program, or `-m` and a module, under torchrun; never longer than `timeout`
+    seconds."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", str(ranks), *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | (env or {}),
+        cwd=ROOT,
+    )
+
+
 def ringrt_command(*arguments: str | Path, timeout: float = 60, env=None, cwd=ROOT):
     """Run the `ringrt` command in a process of its own."""
     return subprocess.run(

@@ -169,7 +169,9 @@ def test_auto_passes_over_a_backend_that_cannot_be_loaded(monkeypatch):
 
 @pytest.mark.parametrize("x", [[[1.0]], None, memoryview(b"12")])
 def test_other_kinds_of_array(x):
-    with pytest.raises(HandoffError, match="q: a builtins.* cannot be handed over: it has no __dlpack__"):
+    with pytest.raises(
+        HandoffError, match="q: a builtins.* cannot be handed over: it has no __dlpack__"
+    ):
         call({"q": x})
 
 

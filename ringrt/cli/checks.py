@@ -35,7 +35,8 @@ def check_and_print(suite: Suite, only: Sequence[str], speaks: bool = True) -> b
         console.print(f"{check.name:<{width}}  ", end="")
         outcome = suite.run(check)
         counts[outcome.state] += 1
-        row = f"[{_STYLES[outcome.state]}]{outcome.state:<7}[/]  {escape(outcome.detail)}"
-        console.print(row.rstrip())
+        state = f"[{_STYLES[outcome.state]}]{outcome.state}[/]"
+        pad = " " * (9 - len(outcome.state)) if outcome.detail else ""
+        console.print(f"{state}{pad}{escape(outcome.detail)}")
     console.print(", ".join(f"{counts[state]} {state}" for state in _STYLES))
     return not counts["failed"]

@@ -52,7 +52,7 @@ def cli() -> None:
 @_RANKS
 @_SET
 def run(job: Path, ranks: int | None, overrides: tuple[str, ...]) -> None:
-    """Run a YAML job: under mpirun one rank a process, else thread ranks."""
+    """Run a YAML job: under mpirun or torchrun one rank a process, else thread ranks."""
     from ringrt.cli.progress import LiveProgress
     from ringrt.cli.start import start
     from ringrt.cli.tables import print_report

@@ -100,8 +100,6 @@ def _leave(rank: Rank, run: _Run) -> None:
 class ThreadRings:
     """New rings of thread ranks in this process."""
 
-    rank = 0
-
     def __init__(self, spec: TransportSpec) -> None:
         self._name = spec.name
         [end] = registry().group(spec.name, 1)
@@ -128,7 +126,7 @@ class ProcessRings:
     failed, and the same everywhere."""
 
     def __init__(self, spec: TransportSpec, launcher: str, launch: Launch) -> None:
-        self._name, self._size, self.rank = spec.name, launch.size, launch.rank
+        self._name, self._size = spec.name, launch.size
         self._control = registry().connect(launcher)
 
     def sizes(self, wanted: Sequence[int]) -> Sequence[int]:

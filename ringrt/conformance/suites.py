@@ -30,7 +30,6 @@ BACKEND_CHECKS: tuple[Check[Subject], ...] = tuple(
     for check in module.CHECKS
 )
 
-
 #: What is checked of a transport where all goes well, and of what happens where a rank fails.
 FAULT_CHECKS: tuple[Check[Rank], ...] = tuple(fault_checks.CHECKS)
 TRANSPORT_CHECKS: tuple[Check[Rank], ...] = (
@@ -105,11 +104,6 @@ class TransportSuite:
         self.spec = registry().transport(name)
         self.checks: Sequence[Check[Any]] = TRANSPORT_CHECKS
         self._rings = rings_of(self.spec, processes)
-
-    @property
-    def rank(self) -> int:
-        """This process's, of those that run the checks together."""
-        return self._rings.rank
 
     def run(self, check: Check[Rank]) -> Outcome:
         """The check on rings of several sizes, up to the first that fails."""

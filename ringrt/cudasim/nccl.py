@@ -102,7 +102,11 @@ class NcclCommunicator:
         with CHANGED:
             thread = enter()
             if commId not in _cliques:
-                raise NcclError(INVALID_ARGUMENT, "commId is of no communicator to come")
+                raise NcclError(
+                    INVALID_ARGUMENT,
+                    "commId is of no communicator to come in this process: simulated NCCL is "
+                    "between threads",
+                )
             if not 0 <= rank < ndev:
                 raise NcclError(INVALID_ARGUMENT, f"rank {rank} of {ndev}")
             if thread.group_depth:
