@@ -33,6 +33,7 @@ from ringrt.plan import Partition, Plan, Problem, plan
 from ringrt.plan.partition import Array, check_partition
 from ringrt.plan.schedule import Step
 from ringrt.plan.tiles import lower
+from ringrt.plugins import one_line
 from ringrt.registry import registry
 from ringrt.transport import Transport
 from ringrt.transports.staged import StagedTransport
@@ -250,7 +251,7 @@ class Caller:
                 warnings.warn(f"{error}; trying the next", RuntimeWarning, stacklevel=2)
                 refusals.append(str(error))
                 continue
-            refusal = backend.supports(problem)
+            refusal = _refusal(name, backend, problem)
             if refusal is None and backward:
                 refusal = self._refuses_backward(backend, dlse)
             if refusal is None:
@@ -297,6 +298,14 @@ class Caller:
             context = BackendContext(self._threads, device)
             self._backends[key] = registry().load(name, context)
         return self._backends[key]
+
+
+def _refusal(name: str, backend: Backend, problem: Problem) -> str | None:
+    """What `supports` says; if it fails, `BackendUnavailable` names the backend."""
+    try:
+        return backend.supports(problem)
+    except Exception as error:
+        raise BackendUnavailable(f"backend {name}: supports: {one_line(error)}") from error
 
 
 def _seen_rows(planned: Plan, rank: int) -> Array:

@@ -31,7 +31,7 @@ from ringrt.dlpack_capsule import (
     UINT,
     tensor_of,
 )
-from ringrt.errors import HandoffError
+from ringrt.errors import HandoffError, Unsupported
 from ringrt.plan.partition import Array
 
 #: Makes an array of some kind from one of NumPy or CuPy.
@@ -57,7 +57,8 @@ def take(name: str, x: Any) -> Array:
     if isinstance(x, np.ma.MaskedArray):
         raise HandoffError(f"{name}: a masked array, whose mask would be ignored; pass a plain one")
     if kind_of(x) is not None:
-        array: Array = x
+        # A subclass of NumPy's might index or compute in a way of its own.
+        array: Array = np.asarray(x) if isinstance(x, np.ndarray) else x
         return array
     _refuse_what_loses(name, x)
     _check_speaks(name, x)
@@ -71,7 +72,8 @@ def take(name: str, x: Any) -> Array:
     except HandoffError:
         raise
     except Exception as error:
-        raise HandoffError(f"{name}: a {_kind_name(x)} cannot be handed over: {error}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise HandoffError(f"{name}: a {_kind_name(x)} cannot be handed over: {reason}") from error
     if producer.words:
         array = array.view(ml_dtypes.bfloat16)
     if host and _root(x) in ("jax", "jaxlib"):
@@ -94,7 +96,7 @@ def giver(name: str, x: Any) -> Give:
         import jax
 
         # JAX takes compact arrays only.
-        return lambda array: jax.numpy.from_dlpack(_Result(array, compact=True))
+        return lambda array: jax.numpy.from_dlpack(_Result(array, compact=True), device=x.device)
     if hasattr(x, "__array_namespace__"):
         namespace = x.__array_namespace__()
         return lambda array: namespace.from_dlpack(_Result(array))
@@ -103,6 +105,14 @@ def giver(name: str, x: Any) -> Give:
         f"{name}: nothing says how a {_kind_name(x)} is made of a result: it has no "
         f"__array_namespace__"
     )
+
+
+def rewriter(name: str, x: Any) -> Give:
+    """As `giver`, for results that will be written again. `Unsupported` for JAX, whose arrays are
+    constant."""
+    if _root(x) in ("jax", "jaxlib"):
+        raise Unsupported(f"capture: not implemented for {name} of JAX, whose arrays are constant")
+    return giver(name, x)
 
 
 class _Producer:
@@ -120,6 +130,9 @@ class _Producer:
         # A TypeError of one from before DLPack 1.0 makes NumPy and CuPy ask with fewer wishes.
         capsule = self._x.__dlpack__(**{k: wish for k, wish in wishes.items() if wish is not None})
         tensor = tensor_of(capsule)
+        if tensor.data is None and all(tensor.shape[axis] for axis in range(tensor.ndim)):
+            # A wrapper of tensors that are elsewhere: NumPy would make memory of its own.
+            raise BufferError("it has no memory of its own")
         if tensor.code == BFLOAT:
             tensor.code, self.words = UINT, True
         return capsule
@@ -151,10 +164,16 @@ class _Result:
 def _refuse_what_loses(name: str, x: Any) -> None:
     """`HandoffError` for arrays that stand for more than their elements."""
     root, kind = _root(x), _kind_name(x)
+    if root in ("jax", "jaxlib") and not isinstance(x, sys.modules["jax"].Array):
+        return
     if root == "torch" and getattr(x, "requires_grad", False):
         raise HandoffError(
             f"{name}: a tensor that requires a gradient, which would be lost; call "
             f"ringrt.torch.ring_attention, or pass {name}.detach()"
+        )
+    if root == "torch" and hasattr(x, "is_neg") and x.is_neg():
+        raise HandoffError(
+            f"{name}: a tensor whose elements are yet to be negated; pass {name}.resolve_neg()"
         )
     if root == "torch" and hasattr(x, "to_local"):
         raise HandoffError(f"{name}: a {kind}, spread over devices; pass {name}.to_local()")
@@ -164,6 +183,8 @@ def _refuse_what_loses(name: str, x: Any) -> None:
             raise HandoffError(
                 f"{name}: a value that JAX traces; call ringrt.jax.ring_attention there"
             )
+        if x.is_deleted():
+            raise HandoffError(f"{name}: a JAX array that has been deleted, or donated")
         if len(x.devices()) > 1:
             raise HandoffError(
                 f"{name}: a JAX array spread over {len(x.devices())} devices; pass the rank's own, "

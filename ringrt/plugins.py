@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol, TypeVar
 
@@ -59,7 +61,7 @@ class Plugins:
             plugin = implementation.plugin_name
             try:
                 items = _checked(implementation.function(), kind)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self.problems.append(f"plugin {plugin}: {one_line(error)}")
                 continue
             for item in items:
@@ -94,7 +96,7 @@ class Plugins:
                 self._manager.register(plugin, name=point.name)
         except pluggy.PluginValidationError as error:
             complaint = str(error).splitlines()[-1]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             complaint = one_line(error)
         if complaint is not None:
             self.problems.append(f"plugin {point.name} ({point.value}): {complaint}")
@@ -132,10 +134,36 @@ def _complaints(plugin: Any) -> Iterator[str]:
             yield f"{name} is not marked with ringrt.hookspecs.hookimpl"
 
 
+#: Fields of specs by what they hold: a function, or that or None.
+_FUNCTIONS, _OPTIONAL = {"probe", "load", "runs"}, {"group", "connect", "launched", "over"}
+#: What users can type, and `auto` means another thing.
+_NAME = re.compile(r"(?!auto$)[A-Za-z0-9][\w.-]*")
+
+
+def _fault(item: Any) -> str | None:
+    """What is wrong with a field of a spec."""
+    if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
+        return "whose name must be letters, digits, '-', '_' and '.', and not auto"
+    if not isinstance(item.summary, str):
+        return "whose summary must be one line of text"
+    for each in fields(item):
+        value = getattr(item, each.name)
+        needed = each.name in _FUNCTIONS or (each.name in _OPTIONAL and value is not None)
+        if needed and not callable(value):
+            return f"whose {each.name} cannot be called: {value!r}"
+    if not isinstance(getattr(item, "priority", None), int | None):
+        return f"whose priority must be a whole number or None, not {item.priority!r}"
+    if getattr(item, "device", "cpu") not in ("cpu", "cuda"):
+        return f"whose device must be cpu or cuda, not {item.device!r}"
+    return None
+
+
 def _checked(items: Iterable[Any], kind: type[Item]) -> Sequence[Item]:
     checked = []
     for item in items:
         if not isinstance(item, kind):
             raise TypeError(f"registers {item!r} instead of a {kind.__name__}")
+        if fault := _fault(item):
+            raise TypeError(f"registers {item.name!r}, {fault}")
         checked.append(item)
     return checked

@@ -39,9 +39,13 @@ class Registry:
         """A backend of that name for one rank; `BackendUnavailable` if it cannot be made."""
         spec = self.backend(name)
         try:
-            return spec.load(context)
-        except Exception as error:
+            backend = spec.load(context)
+        except (Exception, SystemExit) as error:
             raise BackendUnavailable(f"backend {name}: {one_line(error)}") from error
+        if lacking := [verb for verb in _VERBS if not callable(getattr(backend, verb, None))]:
+            made = f"what load gave, a {type(backend).__name__}"
+            raise BackendUnavailable(f"backend {name}: {made}, has no {lacking[0]}")
+        return backend
 
     def candidates(self) -> list[BackendSpec]:
         """What `auto` may take, best first: able to run here, and willing."""
@@ -59,7 +63,8 @@ class Registry:
     def partition(self, name: str) -> Partition:
         """The partition of that name; `ConfigError` if there is none."""
         if not isinstance(name, str) or name not in self.partitions:
-            raise ConfigError("partition", " or ".join(self.partitions), repr(name))
+            known = " or ".join(self.partitions) or _NONE
+            raise ConfigError("partition", known, repr(name))
         return self.partitions[name]
 
     def group(self, name: str, size: int) -> Sequence[Transport]:
@@ -90,9 +95,22 @@ class Registry:
     def launched(self) -> tuple[TransportSpec, Launch] | None:
         """The transport whose launcher started this process, and as which rank, if one did."""
         for spec in self.transports.values():
-            if spec.launched is not None and (launch := spec.launched()) is not None:
-                return spec, launch
+            if spec.launched is None:
+                continue
+            try:
+                launch = spec.launched()
+                if launch is not None:
+                    return spec, Launch(*launch)
+            except (Exception, SystemExit) as error:
+                problem = f"transport {spec.name}: launched: {one_line(error)}"
+                if problem not in self.plugins.problems:
+                    self.plugins.problems.append(problem)
         return None
+
+
+_NONE = "one of a plugin (none is there: see `ringrt backends`)"
+#: What every backend has.
+_VERBS = ("supports", "prepare", "begin", "accumulate", "finish", "close")
 
 
 @cache
@@ -114,13 +132,18 @@ def load(points: Iterable[EntryPoint]) -> Registry:
 
 def _named(specs: Mapping[str, Item], name: str, kind: str) -> Item:
     if name not in specs:
-        raise ConfigError(kind, "auto or " + " or ".join(specs), repr(name))
+        auto = ["auto"] if kind == "backend" and specs else []
+        known = " or ".join([*auto, *specs]) or _NONE
+        raise ConfigError(kind, known, repr(name))
     return specs[name]
 
 
 def missing_for(spec: BackendSpec | TransportSpec) -> str | None:
     """What the spec's probe says is missing; a probe that fails is an answer too."""
     try:
-        return spec.probe()
-    except Exception as error:
+        words = spec.probe()
+    except (Exception, SystemExit) as error:
         return one_line(error)
+    if words is None or (isinstance(words, str) and words.strip()):
+        return words
+    return f"its probe gave {words!r}, which is neither None nor words"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ringrt.calls import Caller, Prepared, RingOptions
 from ringrt.capture import CapturedPass, check_capturable
-from ringrt.dlpack import Give, giver, take
+from ringrt.dlpack import Give, giver, rewriter, take
 from ringrt.engine.agree import gather, tell_failure
 from ringrt.engine.backward import Tensors, backward
 from ringrt.engine.compute import OnStep, Pass
@@ -194,6 +194,8 @@ class Ring:
             array, give = _array_with_axis(x, axis)
             rest = list(array.shape[:axis] + array.shape[axis + 1 :])
             record = {"operation": "unshard", "axis": axis, "shape without the axis": rest}
+            if not array.dtype.isnative or array.dtype.hasobject:
+                raise ConfigError("x", "elements in this machine's byte order", array.dtype)
             record |= {"dtype": dtype_name(array), "local": [array.shape[axis]]}
         records = self._caller.agree(record)
         rows = [each["local"][0] for each in records]
@@ -274,7 +276,7 @@ class Ring:
         for the host. Collective, and so is each replay. Arguments as for `attention`; a call on
         the host, or with a transport other than nccl, is `Unsupported`."""
         with self._caller.telling():
-            give = giver("q", q)
+            give = rewriter("q", q)
             q, k, v = take("q", q), take("k", k), take("v", v)
             shapes, place = check_arrays(q, k, v), one_place(q=q, k=k, v=v)
             given = CallOptions.of("Ring.capture", shapes, options)

@@ -13,6 +13,8 @@ BROKEN: list[tuple[type, str, str]] = []
 
 
 def meant_for(check, text=""):
+    """Adds a class to `BROKEN`."""
+
     def note(kind):
         BROKEN.append((kind, check, text))
         return kind

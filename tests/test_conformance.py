@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 
+import broken_corners  # noqa: F401 - adds to BROKEN
+import broken_gradients  # noqa: F401 - adds to BROKEN
 import numpy as np
 import pytest
 from broken_backends import BROKEN as BROKEN_BACKENDS, ForwardOnly, NeedsOut, RoundsWeights
@@ -248,8 +250,8 @@ def test_null_fails_for_it_computes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["check-backend", "nobody"], "backend: expected auto or cpu"),
-        (["check-transport", "nobody"], "transport: expected auto or mpi"),
+        (["check-backend", "nobody"], "backend: expected "),
+        (["check-transport", "nobody"], "transport: expected "),
         (["check-transport", "mpi"], "mpirun -n 3 ringrt check-transport mpi"),
         (["check-backend", "cupy"], "backend cupy: there is no usable CUDA GPU"),
         (["check-backend", "reference", "--only", "soft"], "--only: expected a name that `--list`"),
@@ -318,7 +320,7 @@ def test_pytest_shows_the_words_of_a_refusal(tmp_path):
 def test_pytest_refuses_an_unknown_name(tmp_path):
     done = pytest_in(tmp_path, "--ringrt-backend=nobody")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: --ringrt-backend: backend: expected auto or cpu" in done.stderr
+    assert "ERROR: --ringrt-backend: backend: expected " in done.stderr
 
 
 def test_pytest_loads_the_plugin_by_its_entry_point_and_nothing_heavy():

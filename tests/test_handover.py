@@ -3,6 +3,9 @@ one clear line."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -12,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 
 import oracle
 import ringrt
-from ringrt.dlpack import giver, take
+from ringrt.dlpack import giver, rewriter, take
 from ringrt.dlpack_capsule import tensor_of
-from ringrt.errors import HandoffError, RankMismatch
+from ringrt.errors import ConfigError, HandoffError, RankMismatch, Unsupported
 from support import assert_close, random_qkv
 
 
@@ -248,6 +251,78 @@ REFUSED = {
     "no capsule": (Nameless(), "q: a .*Nameless cannot be handed over: 'no capsule' is not a DLPack"),
     "no way": ([1.0], "q: a builtins.list cannot be handed over: it has no __dlpack__"),
 }  # fmt: skip
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose elements are in another, as PyTorch's own wrappers are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(PLAIN if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+def deleted():
+    x = jax.numpy.zeros((1, 2, 1, 4))
+    x.delete()
+    return x
+
+
+REFUSED |= {
+    "no memory": (Wrapper(PLAIN), "q: a .*Wrapper cannot be handed over: it has no memory of its"),
+    "to be negated": (
+        torch.zeros(1, 2, 1, 4, dtype=torch.complex64).conj().imag,
+        r"q: a tensor whose elements are yet to be negated; pass q\.resolve_neg\(\)",
+    ),
+    "deleted": (deleted(), "q: a JAX array that has been deleted, or donated"),
+    "a shape": (
+        jax.ShapeDtypeStruct((2,), "float32"),
+        "q: a jax.* cannot be handed over: it has no",
+    ),
+}
+
+
+def test_an_empty_array_needs_no_memory():
+    assert take("x", torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_a_subclass_of_numpy_s_array_is_read_as_one():
+    matrix = np.arange(4.0).reshape(2, 2).view(np.matrix)
+    assert type(take("x", matrix)) is np.ndarray
+    assert np.shares_memory(take("x", matrix), matrix)
+
+
+def test_results_in_jax_lie_on_the_device_of_the_input():
+    """In a process of its own: the number of devices is fixed when JAX is first used."""
+    code = """
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+import ringrt
+x = jax.device_put(jax.numpy.ones((1, 6, 1, 4)), jax.devices()[2])
+out, lse = ringrt.attention(x, x, x, ranks=2)
+gradients = ringrt.attention_backward(x, x, x, x, out, lse, ranks=2)
+print({y.device.id for y in (out, lse, *gradients)})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout.strip() == "{2}", done.stderr
+
+
+def test_results_that_are_written_again_are_not_jax_s():
+    with pytest.raises(Unsupported, match="capture: not implemented for q of JAX"):
+        rewriter("q", jax.numpy.zeros(3))
+    assert rewriter("q", PLAIN)(np.zeros(3)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [">f4", "object"])
+def test_shards_that_others_could_not_read_are_refused(dtype):
+    def on_rank(ring):
+        return ring.unshard(np.ones((1, 2), dtype if ring.rank == 1 else "f4"))
+
+    with pytest.raises(ConfigError, match="x: expected elements in this machine's byte order"):
+        ringrt.run_threads(on_rank, 2, timeout=20)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -319,6 +319,19 @@ def test_a_jitted_call_keeps_the_documents_that_it_was_traced_with():
     np.testing.assert_array_equal(first, second)
 
 
+def test_a_jitted_call_keeps_the_window_that_it_was_traced_with():
+    window = [1, 0]
+
+    def on_rank(ring):
+        call = jax.jit(lambda *x: ring_attention(*x, ring=ring, window=window))
+        first = call(*arrays(9))
+        window[0] = 5
+        return first, call(*arrays(9))
+
+    [(first, second)] = on_ranks(on_rank)
+    np.testing.assert_array_equal(first, second)
+
+
 @pytest.mark.parametrize("name", ["jax_grad", "numpy_threads"])
 def test_the_example_runs(name):
     done = subprocess.run(

@@ -101,6 +101,28 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("case", ["a second derivative", "a sink under vmap"])
+def test_what_is_refused_late_is_told_to_the_others(case):
+    run, kind, words = REFUSED[case]
+    heard = {}
+
+    def on_rank(ring):
+        try:
+            if ring.rank == 1:
+                run(ring)
+            if case == "a second derivative":
+                jax.grad(loss(ring))(arrays()[0])
+            ring_attention(*arrays(), ring=ring)
+        except Exception as error:
+            heard[ring.rank] = error
+            raise
+
+    with pytest.raises(kind, match=words):
+        ringrt.run_threads(on_rank, 2, timeout=30)
+    assert type(heard[0]) is ringrt.RankMismatch
+    assert words in str(heard[0])
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused(case):
     run, kind, words = REFUSED[case]

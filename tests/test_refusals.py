@@ -72,7 +72,7 @@ def test_arrays(change, message):
             {"backend": "abacus"},
             "backend: expected auto or cpu or cupy or null or numba or reference",
         ),
-        ({"transport": "pigeon"}, "transport: expected auto or mpi or nccl or .*threads"),
+        ({"transport": "pigeon"}, "transport: expected mpi or nccl or .*threads"),
         ({"transport": "mpi"}, "transport: expected one whose ranks are threads, got 'mpi'"),
         ({"ranks": 0}, "ranks: expected a whole number of at least 1, got 0"),
         ({"timeout": 0}, "timeout: expected a number of seconds > 0, got 0"),

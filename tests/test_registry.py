@@ -68,7 +68,10 @@ def active(load, monkeypatch):
         made = load(**plugins)
         assert not made.problems
         registry = registry_module.Registry(
-            own.backends, own.transports, own.partitions | made.partitions, made.plugins
+            own.backends | made.backends,
+            own.transports,
+            own.partitions | made.partitions,
+            made.plugins,
         )
         for name in ("ringrt.ring", "ringrt.launch", "ringrt.calls"):
             monkeypatch.setattr(import_module(name), "registry", lambda: registry)

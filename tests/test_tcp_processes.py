@@ -129,6 +129,34 @@ def test_a_killed_rank_is_told_at_once():
         assert said[rank][0].startswith("PeerLost: rank 1 failed: its connection "), said
 
 
+#: Rank 0 of two forks a process that lives on, and is killed.
+FORKING = """
+import os, signal, time
+import ringrt
+
+with ringrt.Ring.from_environment(timeout=60) as ring:
+    ring.transport.barrier(20)
+    if ring.rank == 0:
+        if os.fork() == 0:
+            # Nobody waits for what it might still say.
+            os.close(1), os.close(2)
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ring.transport.barrier(50)
+    except ringrt.RingrtError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_killed_rank_is_told_at_once_though_a_process_that_it_forked_lives_on():
+    begin = time.monotonic()
+    said = finish(ranks(2, "-c", FORKING))
+    assert time.monotonic() - begin < 25, "not before the deadline"
+    assert said[1][0].startswith("PeerLost: rank 0 failed: its connection "), said
+
+
 def test_a_program_that_ends_without_closing_its_ring_has_not_failed():
     begin = time.monotonic()
     said = finish(ranks(2, "-c", LEAVING))

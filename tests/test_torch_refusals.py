@@ -42,6 +42,7 @@ REFUSED = {
     "documents in words": ({"documents": "all"}, ConfigError, "documents: expected"),
     "broken documents": ({"documents": [0.5, 3]}, ConfigError, "documents: expected whole"),
     "either way": ({"documents": ([0, 3], [3, 9])}, ConfigError, "may mean either"),
+    "documents on one side": ({"documents": ([0, 3], None)}, ConfigError, "on both sides"),
     "sink": ({"sink": torch.zeros(3)}, ConfigError, r"sink: expected shape \[q_heads\]"),
     "sink as a list": ({"sink": [0, 1]}, ConfigError, "sink: expected a torch.Tensor, got list"),
 }
@@ -62,6 +63,56 @@ def test_what_is_wrong_is_refused_by_name_and_the_others_told(name):
     _fails(kind, text, on_rank, 2)
     assert type(heard[0]) is RankMismatch
     assert "fine on rank 0" in str(heard[0])
+
+
+def _vmapped(ring, own):
+    torch.vmap(lambda *x: ring_attention(*x, ring=ring))(*(torch.stack([x, x]) for x in own))
+
+
+def _twice(ring, own):
+    out = ring_attention(*own, ring=ring)
+    [dq] = torch.autograd.grad(out.sin().sum(), own[:1], create_graph=True)
+    dq.sum().backward()
+
+
+def _on_meta(ring, own):
+    ring_attention(own[0].to("meta"), *own[1:], ring=ring)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        (_vmapped, Unsupported, "vmap: not implemented"),
+        (_twice, Unsupported, "double backward: not implemented"),
+        (_on_meta, HandoffError, "q: on the meta device"),
+    ],
+)
+def test_what_one_rank_does_wrong_is_told_to_the_others(wrong, kind, text):
+    heard = {}
+
+    def on_rank(ring):
+        own = leaves(ring, _qkv())
+        try:
+            if ring.rank == 1:
+                wrong(ring, own)
+            if wrong is _twice:
+                torch.autograd.grad(ring_attention(*own, ring=ring).sin().sum(), own[:1])
+            ring_attention(*own, ring=ring)
+        except Exception as error:
+            heard[ring.rank] = error
+            raise
+
+    _fails(kind, text, on_rank, 2)
+    assert type(heard[0]) is RankMismatch
+    assert text in str(heard[0])
+
+
+def test_autocast_makes_no_numbers_of_whole_ones():
+    def on_rank(ring):
+        with torch.autocast("cpu", torch.bfloat16):
+            ring_attention(*(x.int() for x in _qkv()), ring=ring)
+
+    _fails(ConfigError, "q: expected dtype float16", on_rank)
 
 
 def test_documents_that_reach_too_far():

@@ -37,6 +37,9 @@ def examine() -> Iterator[Check]:
                 f"NumPy {np.__version__}, {available_cores()} cores", essential=True)  # fmt: skip
     for problem in registry().problems:
         yield Check("plugin", False, problem, "update or remove the plugin")
+    if "reference" not in registry().backends:
+        words = "it is not there", "unblock ringrt's backends"
+        yield Check("backend reference", False, *words, essential=True)
     for spec in registry().backends.values():
         missing = missing_for(spec)
         if missing is not None:

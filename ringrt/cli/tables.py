@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ringrt.device.cuda import CudaDevice
@@ -15,11 +16,11 @@ from ringrt.errors import BackendUnavailable
 from ringrt.plan import HOME, Hop, Mask, Plan, Problem, Step
 from ringrt.plan.cost import count_steps, payload_bytes, sum_bytes
 from ringrt.plan.problem import ITEMSIZE
-from ringrt.plugins import BLOCK_VARIABLE
+from ringrt.plugins import BLOCK_VARIABLE, one_line
 from ringrt.registry import missing_for, registry
 
 if TYPE_CHECKING:
-    from ringrt.backend import BackendSpec
+    from ringrt.backend import Backend, BackendSpec
     from ringrt.cli.doctor import Check
     from ringrt.jobs.run import JobReport
 
@@ -181,16 +182,16 @@ def print_plugins() -> None:
     found = registry()
     for spec in found.backends.values():
         missing = missing_for(spec)
-        console.print(f"[bold]backend {spec.name}[/]: {spec.summary}")
+        console.print(f"[bold]backend {spec.name}[/]: {escape(spec.summary)}")
         said = f"cannot run here: {missing}" if missing else f"supports {_capabilities(spec)}"
         console.print(f"    {said}", markup=False)
     for each in found.transports.values():
         missing = missing_for(each)
-        console.print(f"[bold]transport {each.name}[/]: {each.summary}")
+        console.print(f"[bold]transport {each.name}[/]: {escape(each.summary)}")
         said = f"cannot run here: {missing}" if missing else "runs here"
         console.print(f"    {said}", markup=False)
     for rule in found.partitions.values():
-        console.print(f"[bold]partition {rule.name}[/]: {rule.summary}")
+        console.print(f"[bold]partition {rule.name}[/]: {escape(rule.summary)}")
     if found.plugins.blocked:
         console.print(f"blocked by {BLOCK_VARIABLE}: {', '.join(found.plugins.blocked)}")
     for problem in found.problems:
@@ -206,6 +207,15 @@ def _capabilities(spec: BackendSpec) -> str:
         backend = registry().load(spec.name, BackendContext(threads=1, device=device))
     except BackendUnavailable as error:
         return f"nothing: {error}"
+    try:
+        return _able(backend)
+    except Exception as error:
+        return f"nothing: {one_line(error)}"
+    finally:
+        backend.close()
+
+
+def _able(backend: Backend) -> str:
     able = [name for name in ITEMSIZE if backend.supports(_small(dtype=name)) is None]
     some = able[0] if able else "float32"
     options = {
@@ -214,7 +224,6 @@ def _capabilities(spec: BackendSpec) -> str:
     }
     able += [name for name, problem in options.items() if backend.supports(problem) is None]
     able += ["backward"] if backend.backward else []
-    backend.close()
     return ", ".join(able)
 
 

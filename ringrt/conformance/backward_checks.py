@@ -105,6 +105,7 @@ def backward_grouped_heads(subject: Subject) -> None:
     """dk and dv of a KV head are the sums over its query heads: 4/2, 8/1, 6/3."""
     heads = ((4, 2), (8, 1), (6, 3))
     right(subject, (subject.base.but(q_heads=q, kv_heads=kv).causal() for q, kv in heads))
+    right(subject, (subject.base.but(batch=2, q_heads=4, kv_heads=2, edges=(11,)).causal(),))
 
 
 @CHECKS.add

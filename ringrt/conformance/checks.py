@@ -73,7 +73,7 @@ def attempt(name: str, body: Callable[[], None]) -> Outcome:
         return Outcome(name, "refused", str(refusal))
     except Failed as failure:
         return Outcome(name, "failed", str(failure), failure)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome(name, "failed", one_line(error), error)
     return Outcome(name, "passed")
 

@@ -62,6 +62,18 @@ def receive(
     rank.wait(rank.exchange([], [(peer, rank.empty(count))], step), timeout)
 
 
+def ready(rank: Rank) -> None:
+    """The faulty rank waits until every other is about to make the call in question, and a while
+    longer. So none of them is still in an earlier call, where the fault would meet it too; they
+    do not wait for it to hear."""
+    if rank.rank != _FAULTY:
+        rank.unwaited.append(rank.exchange([(_FAULTY, rank.empty(1))], []))
+        return
+    peers = [peer for peer in range(rank.size) if peer != _FAULTY]
+    rank.wait(rank.exchange([], [(peer, rank.empty(1)) for peer in peers]))
+    time.sleep(_A_WHILE)
+
+
 def watched(rank: Rank) -> int:
     """Of whom a rank waits to hear: of the faulty one, or, as the first of several, of another
     that waits for it."""
@@ -130,8 +142,8 @@ def late_to_a_barrier(rank: Rank) -> None:
 
 def _aborted(rank: Rank, call: Callable[[], object], what: str) -> None:
     """Rank 1 aborts while the others are in a call, which must end with its reason."""
+    ready(rank)
     if rank.rank == _FAULTY:
-        time.sleep(_A_WHILE)
         rank.end.abort(_REASON)
     else:
         names(raised(call, PeerLost, what), rank=_FAULTY, reason=_REASON)
@@ -184,6 +196,7 @@ def abort_seen_by_progress(rank: Rank) -> None:
 def after_an_abort(rank: Rank) -> None:
     """A rank that aborted, or another that heard of it, can use its end no more, and the other
     is told why; to abort again or to close the end is no error."""
+    ready(rank)
     if rank.rank == _FAULTY:
         rank.end.abort(_REASON)
     else:
@@ -205,8 +218,8 @@ def after_an_abort(rank: Rank) -> None:
 def peer_that_left(rank: Rank) -> None:
     """A wait for a rank that has closed its end is `PeerLost`, and names it. (Between GPUs nobody
     may be there to tell of it: then it is an `ExchangeTimeout` at the deadline.)"""
+    ready(rank)
     if rank.rank == _FAULTY:
-        time.sleep(_A_WHILE)
         rank.close()
         return
     kind, timeout = (PeerLost, rank.timeout) if rank.on_host else (TransportError, rank.short)
@@ -217,8 +230,8 @@ def peer_that_left(rank: Rank) -> None:
 @CHECKS.add
 def peer_that_left_a_control_round(rank: Rank) -> None:
     """The same in a control round."""
+    ready(rank)
     if rank.rank == _FAULTY:
-        time.sleep(_A_WHILE)
         rank.close()
         return
     text = raised(lambda: rank.end.barrier(rank.timeout), PeerLost, "a peer that left")
@@ -229,6 +242,7 @@ def peer_that_left_a_control_round(rank: Rank) -> None:
 def last_message(rank: Rank) -> None:
     """What a rank had sent before it left arrives, also where it is received later."""
     count = 3000
+    ready(rank)
     if rank.rank == _FAULTY:
         sent: list[tuple[int, Array]] = [
             (peer, rank.put(pattern(count, _FAULTY, peer)))
@@ -238,7 +252,8 @@ def last_message(rank: Rank) -> None:
         rank.wait(rank.exchange(sent, []))
         rank.close()
         return
-    time.sleep(_A_WHILE)
+    # By now it has left.
+    time.sleep(4 * _A_WHILE)
     got = rank.put(np.zeros(count, np.uint8))
     rank.wait(rank.exchange([], [(_FAULTY, got)]))
     rank.hold(got, pattern(count, _FAULTY, rank.rank), "the last message of a rank that left")

@@ -111,12 +111,14 @@ def far_bands(subject: Subject) -> None:
 
 @CHECKS.add
 def overlapping_tiles(subject: Subject) -> None:
-    """Several tiles over the same rows, as a window beside sink tokens makes them."""
+    """Several tiles over the same rows, as a window beside sink tokens makes them; many tiles."""
     case = subject.base.but(rows=70, keys=70)
     window = (Piece(0, 70, 0, 3), Piece(0, 70, 3, 40, 4, 30), Piece(0, 70, 40, 70, 0, 9))
     documents = (Piece(0, 20, 0, 25, 0), Piece(20, 21, 25, 26), Piece(30, 70, 26, 60, None, 12))
     named = (("three pieces", window), ("documents", documents))
     right(subject, (case.but(mask=mask, pieces=pieces) for mask, pieces in named))
+    small = tuple(Piece(i, i + 2, i, i + 2) for i in range(0, 200, 2))
+    right(subject, (case.but(rows=200, keys=200, mask="100 documents", pieces=small),))
 
 
 @CHECKS.add
@@ -181,6 +183,9 @@ def grouped_heads(subject: Subject) -> None:
     """Query head h reads KV head h // (q_heads // kv_heads): 4/2, 8/1, 6/3."""
     heads = ((4, 2), (8, 1), (6, 3))
     right(subject, (subject.base.but(q_heads=q, kv_heads=kv).causal() for q, kv in heads))
+    # Also where a wrong index would meet a head of the right one: in batches, with other values.
+    case = subject.base.but(batch=2, q_heads=4, kv_heads=2, edges=(11,)).causal()
+    right(subject, (case, case.but(value_dim=case.head_dim // 2)))
 
 
 @CHECKS.add
@@ -200,8 +205,9 @@ def odd_dims(subject: Subject) -> None:
 
 @CHECKS.add
 def odd_lengths(subject: Subject) -> None:
-    """1, 17 and 129 rows and keys, against few and many."""
-    lengths = ((1, 1), (1, 129), (129, 1), (17, 129), (129, 17), (65, 64), (129, 129))
+    """1, 17 and 129 rows and keys, against few and many; 300 and 1100 keys."""
+    lengths = ((1, 1), (1, 129), (129, 1), (17, 129), (129, 17), (65, 64), (129, 129), (9, 300))
+    right(subject, (subject.base.but(rows=9, keys=1100).causal(),))
     cases = [subject.base.but(rows=rows, keys=keys) for rows, keys in lengths]
     right(subject, (made for case in cases for made in (case, case.causal())))
 
@@ -239,6 +245,9 @@ def sinks(subject: Subject) -> None:
     """A sink's logit takes part in each row's softmax once, however many shards there are."""
     case = subject.base.but(sink=(0.5, -2.0)).causal()
     right(subject, (case, case.but(edges=(10, 20, 30)), case.but(sink=(25.0, -25.0))))
+    # A sink belongs to its query head, in every batch, and is not capped.
+    grouped = case.but(batch=2, q_heads=4, kv_heads=2, edges=(11,), sink=(0.5, -2.0, 3.0, -0.5))
+    right(subject, (grouped, grouped.but(softcap=1.0)))
 
 
 @CHECKS.add

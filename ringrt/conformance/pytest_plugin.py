@@ -7,7 +7,7 @@ this module whenever it starts, so it imports nothing but pytest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from ringrt.conformance.suites import BoundCheck
 
 
+_KINDS = ("backend", "transport")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Two options."""
     group = parser.getgroup("ringrt", "the contract of ringrt's plugins")
-    for kind in ("backend", "transport"):
+    for kind in _KINDS:
         group.addoption(
             f"--ringrt-{kind}",
             action="append",
@@ -29,29 +32,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A name that is wrong is told before anything is collected, and only once."""
+    for kind, name in _asked(config):
+        _checks(kind, name)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Add an item for each check of each name; before others select among the items."""
+    for kind, name in _asked(config):
+        label, checks = f"{kind} {name}", _checks(kind, name)
+        contract = Contract.from_parent(session, name=label, nodeid=label, checks=checks)
+        report = config.hook.pytest_make_collect_report(collector=contract)
+        config.hook.pytest_collectreport(report=report)
+        items.extend(report.result)
+
+
+def _asked(config: pytest.Config) -> list[tuple[str, str]]:
+    """(kind, name) of what is to be checked."""
+    return [(kind, name) for kind in _KINDS for name in config.getoption(f"--ringrt-{kind}")]
+
+
+def _checks(kind: str, name: str) -> list[BoundCheck]:
     from ringrt.conformance import backend_checks, transport_checks
     from ringrt.errors import RingrtError
 
-    makers: dict[str, Callable[[str], list[BoundCheck]]] = {
-        "backend": backend_checks,
-        "transport": transport_checks,
-    }
-    for kind, make in makers.items():
-        for name in config.getoption(f"--ringrt-{kind}"):
-            try:
-                checks = make(name)
-            except RingrtError as error:
-                raise pytest.UsageError(f"--ringrt-{kind}: {error}") from error
-            label = f"{kind} {name}"
-            contract = Contract.from_parent(session, name=label, nodeid=label, checks=checks)
-            report = config.hook.pytest_make_collect_report(collector=contract)
-            config.hook.pytest_collectreport(report=report)
-            items.extend(report.result)
+    try:
+        return backend_checks(name) if kind == "backend" else transport_checks(name)
+    except RingrtError as error:
+        raise pytest.UsageError(f"--ringrt-{kind}: {error}") from error
 
 
 class Contract(pytest.Collector):

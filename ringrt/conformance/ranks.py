@@ -24,6 +24,8 @@ class Rank:
     def __init__(self, end: Transport) -> None:
         self.end, self.rank, self.size = end, end.rank, end.size
         self.device: Device = HOST
+        #: Exchanges that nobody waits for.
+        self.unwaited: list[Ticket] = []
         self._closed = False
 
     @property

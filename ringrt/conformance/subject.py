@@ -82,14 +82,14 @@ class Subject:
                 raise Refused(str(error)) from error
             text = "a refusal comes from `supports` or `prepare`, before data moves"
             raise Failed(f"{name} raised {one_line(error)}; {text}; for {case}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Failed(f"{name} raised {one_line(error)}; for {case}") from error
 
     def close(self) -> None:
         """Close the backend; what the simulator finds late is told here."""
         try:
             self.backend.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Failed(f"close raised {one_line(error)}") from error
         if self.spec.device == "cuda" and simulated():
             from ringrt import cudasim

@@ -73,6 +73,8 @@ class BackendSuite:
     """The checks of a backend. Each gets a fresh one, all on one device."""
 
     def __init__(self, name: str) -> None:
+        if name == "auto":
+            raise ConfigError("backend", "the name of one", repr(name))
         self.spec = registry().backend(name)
         self.checks: Sequence[Check[Any]] = BACKEND_CHECKS
         self._device: Device | None = None

@@ -38,6 +38,18 @@ def forward(
         exchange.wait(step, ticket)
         run.done(done, len(steps))
     with run.computing("at the end"):
-        result = backend.finish(state, stream)
+        out, lse = backend.finish(state, stream)
+        _check_shapes(q, problem, out, lse)
     run.finish()
-    return result
+    return out, lse
+
+
+def _check_shapes(q: Array, problem: Problem, out: Array, lse: Array) -> None:
+    """A plugin's mistake is told here, and not wherever its result does not fit."""
+    batch, rows, heads, _ = q.shape
+    for name, x, expected in (
+        ("out", out, (batch, rows, heads, problem.value_dim)),
+        ("lse", lse, (batch, heads, rows)),
+    ):
+        if x.shape != expected:
+            raise ValueError(f"{name} has shape {x.shape} in place of {expected}")

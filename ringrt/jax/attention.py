@@ -70,6 +70,7 @@ def ring_attention(
         raise ConfigError("ring", "a ringrt.Ring", repr(ring))
     with _telling(ring):
         operands = _arrays(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+        window = tuple(window) if isinstance(window, list) else window
         named = {"causal": causal, "window": window, "documents": _static(documents),
                  "prefix": prefix, "sink_tokens": sink_tokens, "mask": mask, "scale": scale,
                  "softcap": softcap}  # fmt: skip

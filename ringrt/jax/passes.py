@@ -16,12 +16,13 @@ That effects may be of a kind of one's own has no public name: what is used here
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +181,7 @@ def _fold_into_batch(
 ) -> tuple[list[Any], list[int]]:
     """Under `jax.vmap`: the mapped axis becomes a part of the batch."""
     if "sink" in params["names"]:
-        raise Unsupported("sink under jax.vmap: not implemented in ringrt.jax.ring_attention")
+        _refuse(params["call"], "sink under jax.vmap")
     [count] = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
     apart = [
         jnp.broadcast_to(x, (count, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -192,8 +193,15 @@ def _fold_into_batch(
     return [x.reshape(count, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
-    raise Unsupported("second derivatives: not implemented in ringrt.jax.ring_attention")
+def _refuse_to_differentiate(*_: Any, call: RingCall, **__: Any) -> Any:
+    _refuse(call, "second derivatives")
+
+
+def _refuse(call: RingCall, what: str) -> NoReturn:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
+    with call.ring.telling():
+        raise Unsupported(f"{what}: not implemented in ringrt.jax.ring_attention")
 
 
 def _define(primitive: Primitive, results: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ from ringrt.options import CallOptions
 from ringrt.plan import Plan, Problem, plan
 from ringrt.plan.choose import check_names
 from ringrt.plan.cost import count_steps
-from ringrt.plan.partition import Array, Runs, positions
+from ringrt.plan.partition import Array, Runs, check_partition, positions
 from ringrt.registry import registry
 from ringrt.ring import Ring
 
@@ -99,6 +99,8 @@ def plan_of(
     with _keys_of_the_job():
         partition = registry().partition(ring.partition)
         problem = problem_of(loaded, open_source(loaded.job.input, loaded.folder))
+        for length in {problem.q_length, problem.kv_length}:
+            check_partition(partition, length, size)
         return plan(
             problem, partition, size, ring.schedule, backward=backward, travel=travel or ring.travel
         )

@@ -113,7 +113,9 @@ class RingOptions(_Section):
     partition: str = Field("striped", description="contiguous, striped, zigzag, or a plugin's")
     schedule: str = Field("auto", description="auto (fewest bytes), ring or direct")
     travel: str = Field("auto", description="what moves in backward: auto (fewest bytes), kv or q")
-    transport: str = Field("auto", description="auto, threads, mpi, torch, tcp, nccl, or a plugin's")
+    transport: str = Field(
+        "auto", description="auto, threads, mpi, torch, tcp, nccl, or a plugin's"
+    )
     # YAML reads the bare word null as nothing; here it is the backend of that name.
     backend: Annotated[str, BeforeValidator(lambda x: "null" if x is None else x)] = Field(
         "auto", description="auto, cpu, reference, null, or a plugin's"

@@ -88,7 +88,17 @@ def check_partition(partition: Partition, length: int, size: int) -> None:
         return
     held = np.zeros(length, np.int64)
     for rank in range(size):
-        index = positions(partition.runs(length, size, rank))
+        try:
+            runs = tuple(partition.runs(length, size, rank))
+            backwards = any(run.stride < 1 for run in runs)
+            index = positions(runs)
+        except Exception as error:
+            raise PlanError(
+                f"partition {partition.name}: runs({length}, {size}, {rank}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if backwards:
+            raise PlanError(f"partition {partition.name}: a run's stride must be 1 or more")
         if len(index) and not 0 <= index.min() <= index.max() < length:
             raise PlanError(
                 f"partition {partition.name}: rank {rank} of {size} holds positions "

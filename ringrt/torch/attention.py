@@ -116,6 +116,8 @@ def _check_tensor(name: str, x: Any) -> None:
         return
     if not isinstance(x, Tensor):
         raise ConfigError(name, "a torch.Tensor", type(x).__name__)
+    if x.device.type == "meta":
+        raise HandoffError(f"{name}: on the meta device, where there is nothing to compute on")
     if hasattr(x, "to_local"):
         raise HandoffError(f"{name}: spread over devices; pass {name}.to_local()")
     if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
@@ -126,11 +128,13 @@ def _check_tensor(name: str, x: Any) -> None:
 
 def _check_documents(documents: Any) -> None:
     """What they say is the ring's to check."""
+    expected = "whole numbers: cu_seqlens [n + 1], or ranges [n, 2] of [start, stop)"
+    if _is_pair(documents) and any(side is None for side in documents):
+        raise ConfigError("documents", f"{expected} on both sides", f"{documents!r}")
     try:
         for side in documents if _is_pair(documents) else (documents,):
             _tensor(side)
     except (TypeError, ValueError, RuntimeError) as error:
-        expected = "whole numbers: cu_seqlens [n + 1], or ranges [n, 2] of [start, stop)"
         raise ConfigError("documents", expected, f"{documents!r}: {error}") from error
 
 
@@ -155,6 +159,8 @@ def _tensor(x: Any) -> Tensor | None:
 def _autocast(x: Tensor) -> Tensor:
     """x in the dtype of `torch.autocast`, where that is on; float64 stays."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

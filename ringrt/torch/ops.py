@@ -37,6 +37,8 @@ _BACKWARD = (
     f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
 )
+#: Where the ring is among the operator's inputs; in backward four tensors more come before it.
+_RING = 7
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -116,17 +118,20 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    pass
+    ctx.ring = inputs[_RING + 4]
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    raise Unsupported("double backward: not implemented in ringrt.torch.ring_attention")
+    with ring_of(ctx.ring).telling():
+        raise Unsupported("double backward: not implemented in ringrt.torch.ring_attention")
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-    raise Unsupported(
-        "vmap: not implemented in ringrt.torch.ring_attention; batch is an axis of q, k and v"
-    )
+    ring = inputs[_RING if len(inputs) == 14 else _RING + 4]
+    with ring_of(ring).telling():
+        raise Unsupported(
+            "vmap: not implemented in ringrt.torch.ring_attention; batch is an axis of q, k and v"
+        )
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -68,7 +69,8 @@ def mpi_launch() -> Launch | None:
     mpi4py.MPI would initialise MPI."""
     for rank, size in _LAUNCHERS:
         if rank in os.environ and size in os.environ:
-            return Launch(int(os.environ[rank]), int(os.environ[size]))
+            with contextlib.suppress(ValueError):
+                return Launch(int(os.environ[rank]), int(os.environ[size]))
     return None
 
 

@@ -4,12 +4,14 @@ group. No MPI is needed, and the application's own messages are never met.
 `gloo.py` makes the connections; `gloo_link.py` is what is said on one. A thread for each other rank
 reads it. gloo moves the bytes by a thread of its own, so nothing needs progress.
 
-A rank that dies closes its connections, and every other rank hears of it at once.
+A rank that dies closes its connections, and every other rank hears of it at once; unless a process
+that it forked lives on and holds them too: then it is the deadline that tells.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -202,6 +204,8 @@ class ProcessGroupTransport(HostTransport):
 
 #: The ends whose threads may be inside gloo or PyTorch, if only to give back what they held.
 _OPEN: set[ProcessGroupTransport] = set()
+# A forked process has none of the threads, and must not leave in its parent's name.
+os.register_at_fork(after_in_child=_OPEN.clear)
 
 
 @atexit.register

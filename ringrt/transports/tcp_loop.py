@@ -5,13 +5,28 @@ that thread."""
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
 from ringrt.transports.tcp_wire import Deadline, Frame, FrameReader, FrameWriter, Kind, Place
+
+_LOOPS: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process would keep its parent's connections open beyond the parent's death, of which
+    nobody would hear then. Only its own copies are closed; the selector is the parent's too."""
+    for loop in list(_LOOPS):
+        for connection in list(loop._connections):
+            connection.sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Loop:
@@ -30,6 +45,7 @@ class Loop:
         self._over: Callable[[], bool] = lambda: False
         self._last: Deadline | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _LOOPS.add(self)
 
     def start(self) -> None:
         """Begin."""
