@@ -65,7 +65,7 @@ class GradientsOfAnotherBatch(ReferenceBackend):
 
 
 @meant_for("odd-lengths")
-class WholeBlocksOnly(ReferenceBackend):
+class BlocksOf256Only(ReferenceBackend):
     """Keys beyond the last multiple of 256, where there is one."""
 
     def accumulate(self, state, k, v, tiles, stream=None):

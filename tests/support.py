@@ -92,7 +92,7 @@ def torchrun(ranks: int, *command: str | Path, timeout: float = 100, env=None):
     )
 
 
-def ringrt_command(*arguments: str | Path, timeout: float = 60, env=None, cwd=ROOT):
+def ringrt_command(*arguments: str | Path, timeout: float = 100, env=None, cwd=ROOT):
     """Run the `ringrt` command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "ringrt", *map(str, arguments)],

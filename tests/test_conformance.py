@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 
+import broken_calls  # noqa: F401 - adds to BROKEN
 import broken_corners  # noqa: F401 - adds to BROKEN
 import broken_gradients  # noqa: F401 - adds to BROKEN
 import numpy as np

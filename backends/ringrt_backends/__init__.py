@@ -10,7 +10,6 @@ from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import missing_cuda, simulated
 from ringrt.hookspecs import hookimpl
 
-
 RINGRT_PROTOCOL = 1
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ringrt.plan.partition import Array
 from ringrt.transports.gloo import Mesh, Sent
-from ringrt.transports.posts import Meeting, Post
+from ringrt.transports.posts import NO_GOODBYE, Meeting, Post
 
 #: The largest payload that travels in a frame, in bytes.
 SMALL = 1 << 16
@@ -34,8 +34,6 @@ SMALL = 1 << 16
 _FRAME_BYTES = 1024 + SMALL
 #: How many frames may be on their way before they are dealt with.
 _FRAMES = 4
-#: Why a rank has failed that has not said so itself.
-_NO_GOODBYE = "its connection ended without a goodbye"
 
 
 class Signal(IntEnum):
@@ -156,7 +154,7 @@ class Link:
                 if not self.ended:
                     self._await(sent[1])
         except ConnectionError:
-            self._meeting.fail(self.peer, _NO_GOODBYE)
+            self._meeting.fail(self.peer, NO_GOODBYE)
         except Exception as error:
             self._meeting.fail(self.peer, f"what it says is not understood: {error!r}")
         with self._meeting.changed:

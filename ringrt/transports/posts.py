@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +44,25 @@ def copy_across(send: Post, recv: Post) -> None:
     else:
         send.refuse(*sizes)
         recv.refuse(*sizes)
+
+
+#: Why a rank counts as failed whose connection has ended.
+NO_GOODBYE = "its connection ended without a goodbye"
+
+
+class Itself:
+    """A rank's messages to itself, which meet in the order in which they are posted."""
+
+    def __init__(self) -> None:
+        self._receives: deque[Post] = deque()
+        self._sends: deque[Post] = deque()
+
+    def post(self, receives: Iterable[Post], sends: Iterable[Post]) -> None:
+        """Copy what has met its counterpart."""
+        self._receives += receives
+        self._sends += sends
+        while self._receives and self._sends:
+            copy_across(self._sends.popleft(), self._receives.popleft())
 
 
 @dataclass(slots=True)

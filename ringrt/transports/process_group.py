@@ -14,7 +14,6 @@ import atexit
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from ringrt.errors import ExchangeTimeout, TransportError, name_ranks
 from ringrt.transport import HostTransport, Message
 from ringrt.transports.gloo import Mesh, join
 from ringrt.transports.gloo_link import Link
-from ringrt.transports.posts import Meeting, Post, PostTicket, copy_across
+from ringrt.transports.posts import Itself, Meeting, Post, PostTicket
 
 #: How long the ranks wait for one another to join, in seconds, where nobody says otherwise.
 JOIN_TIMEOUT = 60.0
@@ -44,8 +43,7 @@ class ProcessGroupTransport(HostTransport):
         self._mesh, self._meeting = mesh, Meeting()
         peers = [peer for peer in range(self.size) if peer != self.rank]
         self._links = {peer: Link(mesh, peer, self._meeting) for peer in peers}
-        #: This rank's messages to itself that have not met, by which side they are of.
-        self._own: dict[str, deque[Post]] = {"send": deque(), "recv": deque()}
+        self._itself = Itself()
         self._closed = self._shut = False
         self._threads = [
             threading.Thread(
@@ -85,7 +83,7 @@ class ProcessGroupTransport(HostTransport):
             for peer in dict.fromkeys(post.peer for post in posts):
                 mine = [[p for p in side if p.peer == peer] for side in (received, sent)]
                 if peer == self.rank:
-                    self._to_itself(*mine)
+                    self._itself.post(*mine)
                 else:
                     self._links[peer].post(*mine)
         return PostTicket(self, posts, step)
@@ -194,12 +192,6 @@ class ProcessGroupTransport(HostTransport):
         for thread in self._threads:
             thread.join(_EXIT_TIMEOUT)
         _OPEN.discard(self)
-
-    def _to_itself(self, receives: list[Post], sends: list[Post]) -> None:
-        self._own["recv"] += receives
-        self._own["send"] += sends
-        while self._own["recv"] and self._own["send"]:
-            copy_across(self._own["send"].popleft(), self._own["recv"].popleft())
 
 
 #: The ends whose threads may be inside gloo or PyTorch, if only to give back what they held.

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ringrt.backend import Stream
 from ringrt.errors import ExchangeTimeout, TransportError, name_ranks
 from ringrt.transport import HostTransport, Message
-from ringrt.transports.posts import Meeting, Post, PostTicket, copy_across
+from ringrt.transports.posts import NO_GOODBYE, Itself, Meeting, Post, PostTicket
 from ringrt.transports.rendezvous import Rendezvous, SocketRendezvous, read_environment
 from ringrt.transports.tcp_join import Plane, Sockets, join
 from ringrt.transports.tcp_line import Line
@@ -34,8 +34,6 @@ from ringrt.transports.tcp_wire import Deadline, Frame, Kind, in_memory
 _JOIN_TIMEOUT = 120.0
 #: How long a rank that leaves waits for the others to hear its goodbye, in seconds.
 _CLOSE_TIMEOUT = 1.0
-#: Why a rank has failed that has not said so itself.
-_NO_GOODBYE = "its connection ended without a goodbye"
 
 
 def connect() -> TcpTransport:
@@ -59,9 +57,7 @@ class TcpTransport(HostTransport):
         #: Control rounds that are under way: how many there were, and payloads by rank.
         self._round = 0
         self._rounds: dict[int, dict[int, bytes]] = defaultdict(dict)
-        #: This rank's messages to itself that have not met.
-        self._own_receives: deque[Post] = deque()
-        self._own_sends: deque[Post] = deque()
+        self._itself = Itself()
         self._closed = self._leaving = False
         self._loop = Loop(f"ringrt-tcp-{self.rank}", self._crashed)
         self._controls: dict[int, Connection] = {}
@@ -84,7 +80,8 @@ class TcpTransport(HostTransport):
         receiving = [Post("recv", m.peer, m.data) for m in recvs]
         sending = [Post("send", m.peer, m.data) for m in sends]
         posts = receiving + sending
-        self._to_itself(receiving, sending)
+        own = [[p for p in side if p.peer == self.rank] for side in (receiving, sending)]
+        self._itself.post(*own)
 
         def post() -> None:
             for peer in {each.peer for each in posts} - {self.rank}:
@@ -150,12 +147,6 @@ class TcpTransport(HostTransport):
         self._loop.call(self._say_goodbye)
         self._loop.wait(2 * _CLOSE_TIMEOUT)
 
-    def _to_itself(self, receives: Sequence[Post], sends: Sequence[Post]) -> None:
-        self._own_receives += [post for post in receives if post.peer == self.rank]
-        self._own_sends += [post for post in sends if post.peer == self.rank]
-        while self._own_receives and self._own_sends:
-            copy_across(self._own_sends.popleft(), self._own_receives.popleft())
-
     def _take_over(self, sockets: Sockets) -> None:
         for peer in {peer for peer, _ in sockets}:
             hear, ended = partial(self._hear, peer), partial(self._control_ended, peer)
@@ -192,7 +183,7 @@ class TcpTransport(HostTransport):
 
     def _control_ended(self, peer: int, reason: str) -> None:
         if peer not in self._meeting.left:
-            self._fail(peer, _NO_GOODBYE)
+            self._fail(peer, NO_GOODBYE)
 
     def _line_ended(self, peer: int, reason: str) -> None:
         """Why, the control connection may have told; if it has not, the peer has died."""
