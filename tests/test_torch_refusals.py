@@ -75,6 +75,10 @@ def _twice(ring, own):
     dq.sum().backward()
 
 
+def _transformed(ring, own):
+    torch.func.grad(lambda *x: ring_attention(*x, ring=ring).sum())(*(x.detach() for x in own))
+
+
 def _on_meta(ring, own):
     ring_attention(own[0].to("meta"), *own[1:], ring=ring)
 
@@ -84,6 +88,7 @@ def _on_meta(ring, own):
     [
         (_vmapped, Unsupported, "vmap: not implemented"),
         (_twice, Unsupported, "double backward: not implemented"),
+        (_transformed, Unsupported, "torch.func transforms: not implemented"),
         (_on_meta, HandoffError, "q: on the meta device"),
     ],
 )
@@ -206,7 +211,7 @@ def test_vmap_and_transforms_of_functions_are_refused():
         torch.func.grad(lambda *x: ring_attention(*x, ring=ring).sum())(*_qkv())
 
     _fails(Unsupported, "vmap: not implemented in ringrt.torch.ring_attention", mapped)
-    _fails(RuntimeError, "functorch transforms", transformed)
+    _fails(Unsupported, "torch.func transforms: not implemented", transformed)
 
 
 def test_an_older_pytorch_is_named(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd import forward_ad
 
 from ringrt.errors import ConfigError, HandoffError, Unsupported
@@ -123,6 +124,10 @@ def _check_tensor(name: str, x: Any) -> None:
     if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
         raise Unsupported(
             f"{name}: forward-mode derivatives are not implemented in ringrt.torch.ring_attention"
+        )
+    if is_gradtrackingtensor(x):
+        raise Unsupported(
+            "torch.func transforms: not implemented in ringrt.torch.ring_attention; call backward"
         )
 
 
