@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_acceptance.py [--quick] [--json gpu.json] [--sections ...] [--simulate]
 
-Four sections (benchmarks/gpu): correctness against float64 on one rank, the contract put to every
-backend of GPUs that is installed (plugins too), the ring over NCCL and staged through the host, and
-speed beside PyTorch's SDPA and flash-attn. What is wrong is one line
-each and never stops the rest. Needs no network. Exit status: 0 if all is accepted, 1 if anything
-was wrong, 2 without a GPU (0 with --allow-missing). With --simulate all but speed run at small
-sizes on the CUDA simulator. docs/gpu.md says more.
+Five sections (benchmarks/gpu): correctness against float64 on one rank, the contract put to every
+backend of GPUs that is installed (plugins too), arrays handed over by PyTorch and JAX, the ring
+over NCCL and staged through the host, and speed beside PyTorch's SDPA and flash-attn. What is wrong
+is one line each and never stops the rest. Needs no network. Exit status: 0 if all is accepted, 1 if
+anything was wrong, 2 without a GPU (0 with --allow-missing). With --simulate all but speed run at
+small sizes on the CUDA simulator. docs/gpu.md says more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("correctness", "contract", "ring", "speed")
+SECTIONS = ("correctness", "contract", "handover", "ring", "speed")
 #: How a section's cases are run: its module, the cases, the environment, and seconds for each.
 Run = Callable[[str, list[dict[str, Any]], Mapping[str, str], float], Iterable[dict[str, Any]]]
 
@@ -111,6 +111,13 @@ class _Acceptance:
 
             cases = contract.cases(quick)
             yield from self._run(contract.__name__, cases, {}, contract.LIMIT_S)
+        elif name == "handover":
+            from gpu import handover
+
+            cases = handover.cases(quick)
+            # JAX would take most of the GPU's memory for itself.
+            environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            yield from self._run(handover.__name__, cases, environment, handover.LIMIT_S)
         elif name == "speed":
             from gpu import speed
 

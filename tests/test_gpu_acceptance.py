@@ -77,7 +77,10 @@ def test_it_is_accepted_on_the_simulator(tmp_path):
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["accepted"]
     assert report["machine"]["simulated"]
-    assert list(report["sections"]) == ["correctness", "contract", "ring"]
+    assert list(report["sections"]) == ["correctness", "contract", "handover", "ring"]
+    handed = {r["title"]: r for r in report["sections"]["handover"]}
+    assert {"torch bfloat16 gradients", "jax float32 ring"} <= handed.keys()
+    assert not any("refused" in each for each in handed.values())
     contract = report["sections"]["contract"]
     assert {r["title"] for r in contract} >= {"cupy does-something", "cupy backward-float16"}
     ring = report["sections"]["ring"]
@@ -113,6 +116,22 @@ sys.exit(gpu_acceptance.main(arguments, few))
     assert all(": out: " in line and "times its bound" in line for line in told)
     assert "not accepted: 3 wrong" in done.stdout.splitlines()[-1]
     assert not json.loads((tmp_path / "gpu.json").read_text())["accepted"]
+
+
+def test_arrays_that_come_back_wrong_are_not_accepted():
+    done = in_one_process("""
+import gpu_acceptance
+from gpu import child, handover
+
+right = handover._Torch.ring
+handover._Torch.ring = lambda self, *x: [y.float() * 1.2 for y in right(self, *x)]
+run = lambda module, cases, environment, limit_s: child.results(module, cases)
+sys.exit(gpu_acceptance.main(["--simulate", "--sections", "handover", "--quick"], run))
+""")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "wrong: handover: torch float32 ring: out: " in done.stdout
+    text = "wrong: handover: torch bfloat16 ring: out: of another kind, device or dtype than q"
+    assert text in done.stdout
 
 
 def test_a_backend_that_breaks_the_contract_is_not_accepted():

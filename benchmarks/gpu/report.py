@@ -30,7 +30,13 @@ def lines(result: Result) -> Iterable[str]:
 
 def tables(section: str, results: list[Result]) -> list[Table]:
     """Of a section."""
-    makers = {"correctness": _counts, "contract": _contract, "ring": _ring, "speed": _speed}
+    makers = {
+        "correctness": _counts,
+        "contract": _contract,
+        "handover": _counts,
+        "ring": _ring,
+        "speed": _speed,
+    }
     return [table for table in makers[section](results) if table.row_count]
 
 
