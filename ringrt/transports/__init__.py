@@ -57,7 +57,7 @@ def ringrt_register_transports() -> list[TransportSpec]:
         ),
         TransportSpec(
             name="nccl",
-            summary="between GPUs, by NCCL; ranks are threads, or processes that another transport connects",
+            summary="between GPUs, by NCCL, for ranks that another transport connects",
             probe=missing_nccl,
             over=_over_nccl,
         ),
