@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ringrt.device import Device, Kind
+from ringrt.device import Device
 from ringrt.device.cuda import CudaDevice, carrier
 from ringrt.device.driver import cupy
-from ringrt.inputs import as_numpy
+from ringrt.inputs import Place, as_numpy
 from ringrt.plan.partition import Array, Partition, Runs, positions, shard, unshard
 
 
@@ -37,7 +37,7 @@ def give_back(device: Device, x: Array, like: Array) -> Array:
     return x.view(like.dtype) if x.dtype == carrier(like.dtype.name) else x
 
 
-def wait_for_caller(place: tuple[Kind, int]) -> None:
+def wait_for_caller(place: Place) -> None:
     """Before arrays are given to thread ranks, which know nothing of this thread's stream: wait
     for what is queued on it."""
     kind, index = place

@@ -38,9 +38,9 @@ class Ring:
     """One rank's end of a ring of ranks. Every method but `close` is collective: all ranks
     call it, with the same options, in the same order.
 
-    `partition` is contiguous, striped or zigzag; `schedule` ring, direct or auto (whichever
-    moves fewer bytes); `backend` a backend's name, or auto for the best that runs here and
-    supports the call; `timeout` the deadline of every wait for another rank, in seconds;
+    `partition` is contiguous, striped, zigzag or a plugin's; `schedule` ring, direct or auto
+    (whichever moves fewer bytes); `backend` a backend's name, or auto for the best that runs here
+    and supports the call; `timeout` the deadline of every wait for another rank, in seconds;
     `threads` the CPU threads of this rank, by default its share of the cores; `travel` what
     moves in backward: kv, q or auto (whichever moves fewer bytes). Use it as a context manager:
     leaving it by an exception tells the other ranks, which then raise `PeerLost` instead of

@@ -140,7 +140,8 @@ class TransportSpec:
 
     A transport between processes has `launched()`, which looks (at the environment, no more)
     whether its launcher started this process, and `connect()`, which joins the ring of all
-    processes so started. A transport between thread ranks has `group(size)`, which makes the
+    processes so started; `launcher` is what goes before a command to start it on four ranks, to be
+    shown where it was not. A transport between thread ranks has `group(size)`, which makes the
     ends of a new ring, one for each rank. A transport that only moves data has `over(end)`, which
     makes its end of a ring from that of another transport, which stays its control plane.
     """
@@ -152,3 +153,8 @@ class TransportSpec:
     connect: Callable[[], Transport] | None = None
     group: Callable[[int], Sequence[Transport]] | None = None
     over: Callable[[Transport], Transport] | None = None
+    launcher: str | None = None
+
+    def start(self, command: str) -> str:
+        """How a command is started by the launcher, in words."""
+        return f"as in `{self.launcher} {command}`" if self.launcher else f"see: {self.summary}"

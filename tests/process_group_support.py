@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
-import numpy as np
 import torch.distributed as dist
 
 from ringrt.transports.gloo import Mesh
 from ringrt.transports.process_group import ProcessGroupTransport
-
-
-def at_once(functions):
-    """Call all, each on a thread; what each returned or raised."""
-    results = [None] * len(functions)
-
-    def run(index):
-        try:
-            results[index] = functions[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+from support import at_once
 
 
 @contextlib.contextmanager
@@ -49,7 +29,3 @@ def ends(size):
 def on_all(group, fn):
     """fn(end) on each end; what each returned or raised."""
     return at_once([lambda end=end: fn(end) for end in group])
-
-
-def data(value, count=5):
-    return np.full(count, value, np.uint8)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -61,6 +62,30 @@ def assert_close(result, expected, dtype="float32", scale=1.0):
         got = got.astype(np.float64)
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * scale)
+
+
+def at_once(functions):
+    """Call all, each on a thread; what each returned or raised."""
+    results = [None] * len(functions)
+
+    def run(index):
+        try:
+            results[index] = functions[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def data(value, count=5):
+    """Bytes for a message."""
+    return np.full(count, value, np.uint8)
 
 
 def mpirun(ranks: int, *command: str | Path, timeout: float = 60, env=None):

@@ -6,10 +6,10 @@ import json
 import socket
 import struct
 import threading
-
-import numpy as np
+from functools import partial
 
 from ringrt.transports.tcp import TcpTransport
+from support import at_once
 
 #: More than the kernel buffers of a connection take.
 LARGE = 32 << 20
@@ -44,21 +44,7 @@ class Seat:
 
 def on_ranks(size, fn):
     """fn(rank) on a thread for each rank; what each returned or raised."""
-    results = [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = fn(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+    return at_once([partial(fn, rank) for rank in range(size)])
 
 
 def on_ends(size, fn, meeting=None, timeout=10):
@@ -78,10 +64,6 @@ def on_ends(size, fn, meeting=None, timeout=10):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
-
-
-def data(value, count=5):
-    return np.full(count, value, np.uint8)
 
 
 def frame(kind, number, payload):

@@ -253,7 +253,7 @@ def test_null_fails_for_it_computes_nothing():
     [
         (["check-backend", "nobody"], "backend: expected "),
         (["check-transport", "nobody"], "transport: expected "),
-        (["check-transport", "mpi"], "mpirun -n 3 ringrt check-transport mpi"),
+        (["check-transport", "mpi"], "as in `mpirun -n 4 ringrt check-transport mpi`"),
         (["check-backend", "cupy"], "backend cupy: there is no usable CUDA GPU"),
         (["check-backend", "reference", "--only", "soft"], "--only: expected a name that `--list`"),
     ],

@@ -9,7 +9,7 @@ import cases as known
 import pytest
 import torch
 import torch.distributed as dist
-from process_group_support import at_once, data, ends, on_all
+from process_group_support import ends, on_all
 
 import ringrt
 from ringrt import ConfigError, ExchangeTimeout, TransportError
@@ -18,7 +18,7 @@ from ringrt.transport import Launch, Message
 from ringrt.transports import gloo
 from ringrt.transports.gloo_link import SMALL
 from ringrt.transports.process_group import ProcessGroupTransport
-from support import PARTITIONS
+from support import PARTITIONS, at_once, data
 
 pytestmark = pytest.mark.timeout(120)
 LARGE = SMALL + 1

@@ -7,12 +7,13 @@ import os
 import time
 
 import pytest
-from process_group_support import at_once, data, ends, on_all
+from process_group_support import ends, on_all
 
 from ringrt import ExchangeTimeout, PeerLost, TransportError
 from ringrt.transport import Message
 from ringrt.transports.gloo_link import SMALL
 from ringrt.transports.process_group import ProcessGroupTransport
+from support import at_once, data
 
 pytestmark = pytest.mark.timeout(120)
 LARGE = SMALL + 1

@@ -7,14 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from tcp_support import LARGE, data, frame, on_ends
+from tcp_support import LARGE, frame, on_ends
 
 import oracle
 import ringrt
 from ringrt import TransportError
 from ringrt.transport import Message
 from ringrt.transports.tcp_wire import FrameReader, Kind, in_memory
-from support import PARTITIONS, assert_close, random_qkv
+from support import PARTITIONS, assert_close, data, random_qkv
 
 pytestmark = pytest.mark.timeout(60)
 

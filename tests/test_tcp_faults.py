@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from tcp_support import LARGE, data, frame, on_ends
+from tcp_support import LARGE, frame, on_ends
 
 import ringrt
 from ringrt import ExchangeTimeout, KernelError, PeerLost, TransportError
@@ -18,7 +18,7 @@ from ringrt.transports.tcp_line import Line
 from ringrt.transports.tcp_loop import Connection, Loop
 from ringrt.transports.tcp_wire import in_memory
 from ringrt_backends.reference import ReferenceBackend
-from support import random_qkv
+from support import data, random_qkv
 
 pytestmark = pytest.mark.timeout(60)
 

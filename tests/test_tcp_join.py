@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from tcp_support import Meeting, data, frame, free_port, on_ends, on_ranks
+from tcp_support import Meeting, frame, free_port, on_ends, on_ranks
 
 from ringrt import ExchangeTimeout, PeerLost, RankMismatch, TransportError
 from ringrt.errors import TransportUnavailable
@@ -16,6 +16,7 @@ from ringrt.registry import registry
 from ringrt.transport import Launch, Message
 from ringrt.transports.rendezvous import SocketRendezvous, read_environment
 from ringrt.transports.tcp_wire import Deadline
+from support import data
 
 pytestmark = pytest.mark.timeout(60)
 

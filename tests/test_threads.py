@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,32 +14,14 @@ from ringrt.device.host import HOST
 from ringrt.transport import Message
 from ringrt.transports.threads import thread_group
 from ringrt_backends.reference import ReferenceBackend
-from support import random_qkv
+from support import at_once, data, random_qkv
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def on_threads(group, fn):
     """fn(end) on each end; what each returned or raised."""
-    results = [None] * len(group)
-
-    def run(end):
-        try:
-            results[end.rank] = fn(end)
-        except Exception as error:
-            results[end.rank] = error
-
-    threads = [threading.Thread(target=run, args=(end,)) for end in group]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
-def data(value, count=5):
-    return np.full(count, value, np.uint8)
+    return at_once([partial(fn, end) for end in group])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

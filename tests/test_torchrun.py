@@ -171,4 +171,4 @@ def test_a_mistake_in_a_job_is_said_once(job):
 def test_transport_torch_wants_its_launcher(job):
     done = ringrt_command("run", job, "--set", "ring.transport=torch")
     assert done.returncode == 2
-    assert "torchrun --nproc-per-node 4 -m ringrt run" in done.stderr
+    assert "torchrun --nproc-per-node 4 --no-python ringrt run" in done.stderr

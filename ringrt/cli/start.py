@@ -25,12 +25,6 @@ from ringrt.transport import Launch, Transport, TransportSpec
 
 #: How long launched ranks wait for one another to read and check the job, in seconds.
 _TIMEOUT = 60.0
-#: How a launcher is called, by the name of its transport.
-_CALLS = {
-    "mpi": "mpirun -n 4 ringrt run ...",
-    "tcp": "RINGRT_RANK=0 RINGRT_SIZE=4 RINGRT_RENDEZVOUS=host:29500 ringrt run ...",
-    "torch": "torchrun --nproc-per-node 4 -m ringrt run ...",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +102,6 @@ def _check_transport(name: str, launcher: str | None) -> str:
         expected = f"auto, {launcher} or one that works over it, as these processes were started"
         raise ConfigError("ring.transport", expected, name)
     if launcher is None and spec.group is None:
-        call = f", as in `{_CALLS[name]}`" if name in _CALLS else f": {spec.summary}"
-        expected = f"a start by the launcher of {name}{call}"
+        expected = f"a start by the launcher of {name}, {spec.start('ringrt run ...')}"
         raise ConfigError("ring.transport", expected, "a plain process")
     return name

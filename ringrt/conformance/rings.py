@@ -182,8 +182,8 @@ def rings_of(spec: TransportSpec, processes: bool) -> ThreadRings | ProcessRings
         return ThreadRings(spec)
     raise TransportUnavailable(
         f"transport {spec.name}: its ranks are processes, which run the checks together: start "
-        f"`ringrt check-transport {spec.name}` by its launcher, as in "
-        f"`mpirun -n 3 ringrt check-transport mpi`"
+        f"`ringrt check-transport {spec.name}` by its launcher, "
+        + spec.start(f"ringrt check-transport {spec.name}")
     )
 
 

@@ -34,7 +34,8 @@ Runs = tuple[Run, ...]
 class Partition:
     """A named rule: `runs(length, size, rank)` gives the rank's positions, in local order.
 
-    The runs of all ranks must hold every position of `range(length)` exactly once.
+    The runs of all ranks must hold every position of `range(length)` exactly once, and have
+    strides of at least 1; see `check_partition`.
     """
 
     name: str

@@ -40,6 +40,7 @@ def ringrt_register_transports() -> list[TransportSpec]:
             probe=_probe_mpi,
             launched=_launched_by_mpi,
             connect=_connect_mpi,
+            launcher="mpirun -n 4",
         ),
         TransportSpec(
             name="torch",
@@ -47,6 +48,7 @@ def ringrt_register_transports() -> list[TransportSpec]:
             probe=_probe_torch,
             launched=torch_launch,
             connect=_connect_torch,
+            launcher="torchrun --nproc-per-node 4 --no-python",
         ),
         TransportSpec(
             name="tcp",
@@ -54,6 +56,7 @@ def ringrt_register_transports() -> list[TransportSpec]:
             probe=lambda: None,
             launched=_launched_by_hand,
             connect=_connect_tcp,
+            launcher="RINGRT_RANK=0 RINGRT_SIZE=4 RINGRT_RENDEZVOUS=host:29500",
         ),
         TransportSpec(
             name="nccl",

@@ -109,7 +109,33 @@ class Kernel(ABC):
         depend on chance. lse is contiguous, +inf in rows that have no part in it."""
 
 
-class Flash2(Kernel):
+class _IntoGiven(Kernel):
+    """Versions whose backward writes into arrays that it is given."""
+
+    @abstractmethod
+    def _options(self, scores: Scores) -> dict[str, Any]:
+        """By name, what is given to both passes beside the arrays."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scores: Scores,
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        dq, dk, dv = (_like(x) for x in (q, k, v))
+        self._backward(
+            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
+            deterministic=True, **self._options(scores),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class Flash2(_IntoGiven):
     """Releases 2.7 and later: from there on windows are two numbers."""
 
     version = 2
@@ -132,30 +158,12 @@ class Flash2(Kernel):
         out, lse, _, _ = self._forward(q=q, k=k, v=v, return_softmax=False, **options)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scores: Scores,
-    ) -> Gradients:
-        """See `Kernel.backward`."""
-        dq, dk, dv = (_like(x) for x in (q, k, v))
-        self._backward(
-            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            deterministic=True, **self._options(scores),
-        )  # fmt: skip
-        return dq, dk, dv
-
     def _options(self, scores: Scores) -> dict[str, Any]:
         none = {"dropout_p": 0.0, "alibi_slopes": None, "causal": False}
         return _windowed(scores) | none
 
 
-class Flash3(Kernel):
+class Flash3(_IntoGiven):
     """Hopper. Its backward of fixed order goes to 192, and releases whose window is a tuple
     ignore that it is asked for (hopper/flash_bwd_launch_template.h; issue 1596)."""
 
@@ -170,26 +178,11 @@ class Flash3(Kernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
-        out, lse, _, _ = self._forward(q=q, k=k, v=v, **_windowed(scores))
+        out, lse, _, _ = self._forward(q=q, k=k, v=v, **self._options(scores))
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scores: Scores,
-    ) -> Gradients:
-        """See `Kernel.backward`."""
-        dq, dk, dv = (_like(x) for x in (q, k, v))
-        self._backward(
-            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-            deterministic=True, **_windowed(scores),
-        )  # fmt: skip
-        return dq, dk, dv
+    def _options(self, scores: Scores) -> dict[str, Any]:
+        return _windowed(scores)
 
 
 class Flash4(Kernel):
