@@ -22,7 +22,7 @@ FLOORS = [
     {"transports"},
     {"options", "places", "calls", "capture", "ring_keys", "ring", "launch"},
     {"torch", "jax"},
-    {"jobs", "scaffold"},
+    {"jobs", "scaffold", "bench"},
     {"conformance"},
     {"cli", "__main__"},
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -112,6 +112,52 @@ def backends() -> None:
     from ringrt.cli.tables import print_plugins
 
     print_plugins()
+
+
+@cli.command()
+@click.option(
+    "--suite",
+    type=click.Choice(["cpu", "kernel", "ring", "limits"]),
+    default="cpu",
+    help="What is measured; cpu is all of it.",
+)
+@click.option(
+    "--only", multiple=True, metavar="TEXT", help="Rows whose names hold this; may be repeated."
+)
+@click.option("--threads", metavar="N,...", help="Threads of the kernel; 1,2 by default.")
+@click.option("--lengths", metavar="N,...", help="Tokens; 4096,8192 by default.")
+@click.option("--head-dims", metavar="N,...", help="Sizes of heads; 64,128 by default.")
+@click.option("--heads", type=click.IntRange(min=1), help="Heads; 8 by default.")
+@click.option("--dtypes", metavar="NAME,...", help="float32,bfloat16,float16 by default.")
+@click.option("--repeats", type=click.IntRange(min=1), help="Of every comparison; 7 by default.")
+@click.option("--backend", metavar="NAME", help="What is measured; cpu by default.")
+@click.option("--quick", is_flag=True, help="1,024 tokens, 1 thread, 3 repeats, if not given.")
+@click.option(
+    "--json", "record", type=click.Path(path_type=Path), help="Write all that was measured here."
+)
+@click.option(
+    "--chart", "picture", type=click.Path(path_type=Path), help="Draw the ratios as SVG here."
+)
+@click.option("--list", "listed", is_flag=True, help="Show the names of the rows, and run none.")
+def bench(
+    suite: str,
+    only: tuple[str, ...],
+    record: Path | None,
+    picture: Path | None,
+    listed: bool,
+    **options: Any,
+) -> None:
+    """Time the kernel and the ring, beside PyTorch where it is installed. Ratios are the result.
+
+    Exit code 1 if a target that applies here is missed, or a result is wrong."""
+    from ringrt.cli.bench import asked, measure, print_list, settings_of
+
+    settings = settings_of(options)
+    rows = asked(suite, settings, only)
+    if listed:
+        print_list(rows)
+    else:
+        sys.exit(0 if measure(rows, settings, record, picture) else 1)
 
 
 @cli.command("check-backend")

@@ -1,4 +1,5 @@
-"""Attention on the cores of the host: blockwise, never holding more scores than one block.
+"""The plain path: Numba alone, blockwise. It computes in float64, and in float32 where there is no
+compiled vector code for the machine; one tenth as fast as that.
 
 Work is cut into tasks that share nothing they write. In forward a task is one KV head and a
 block of query rows, for the query heads that share the KV head, so that K and V are unpacked
@@ -8,36 +9,30 @@ query heads. fp16 and bf16 are widened as they are unpacked.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ringrt.backend import Stream
-from ringrt.errors import KernelError
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import Tile, TileTable
 from ringrt.softmax_state import SoftmaxState
-from ringrt_backends.cpu_kernel import BLOCK, absorb, absorb_backward, compile_for
+from ringrt_backends.cpu.plain_kernel import BLOCK, absorb, absorb_backward, compile_for
+from ringrt_backends.cpu.workers import Workers
 
 #: Query rows of a task, and keys that it unpacks at a time: K and V of one chunk stay in the
 #: second-level cache while the rows pass over them.
 _ROWS, _KEYS = 128, 512
-
-#: Takes what raises if the work is to be broken off.
-Task = Callable[[Callable[[], None]], None]
 
 #: "No bound" for the kernels: any band index is smaller.
 _FAR = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class CpuState:
+class PlainState:
     """q as `[batch, q_heads, rows, head_dim]` in the dtype that is computed in, packed once a
     pass, and the state of its rows in float64: it never travels, and sums over a million keys
     would lose bits in float32."""
@@ -49,7 +44,7 @@ class CpuState:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuGrads:
+class PlainGrads:
     """q and dout as `[batch, q_heads, rows, dim]`, packed once; lse, delta `[batch, q_heads,
     rows]` and dq like q, in float64."""
 
@@ -61,42 +56,31 @@ class CpuGrads:
     problem: Problem
 
 
-class CpuBackend:
-    """See `ringrt.backend.Backend`. `threads` workers of its own; one runs in the caller."""
+class Plain:
+    """The verbs of a backend; see `ringrt.backend.Backend`."""
 
-    backward = True
-    needs_out = False
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "ringrt-cpu") if threads > 1 else None
-        self._stopped = False
-
-    def supports(self, problem: Problem) -> str | None:
-        """Everything a `Problem` can say."""
-        return None
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
 
     def prepare(self, problem: Problem) -> None:
         """Compile the kernels for the dtype that is computed in."""
         compile_for(problem.state_dtype)
 
-    def begin(
-        self, q: Array, problem: Problem, sink: Array | None = None, stream: Stream = None
-    ) -> CpuState:
+    def begin(self, q: Array, problem: Problem, sink: Array | None) -> PlainState:
         """The empty state, or that of the sink."""
         shape = (q.shape[0], problem.q_heads, q.shape[1], problem.value_dim)
         softmax = SoftmaxState.empty(*shape, "float64", sink)
-        return CpuState(_heads_first(q, problem.state_dtype), problem, softmax, q.dtype)
+        return PlainState(_heads_first(q, problem.state_dtype), problem, softmax, q.dtype)
 
-    def accumulate(
-        self, state: CpuState, k: Array, v: Array, tiles: TileTable, stream: Stream = None
-    ) -> None:
+    def accumulate(self, state: PlainState, k: Array, v: Array, tiles: TileTable) -> None:
         """Absorb all tiles, the rows with the most work first."""
         blocks = [tiles.rows(r, r + _ROWS) for r in range(0, state.q.shape[2], _ROWS)]
         blocks = sorted((b for b in blocks if len(b)), key=lambda b: -b.visible_pairs().sum())
         heads = _heads(state.problem)
-        self._run([partial(_absorb, state, k, v, *at, rows) for rows in blocks for at in heads])
+        tasks = [partial(_absorb, state, k, v, *at, rows) for rows in blocks for at in heads]
+        self._workers.each(tasks)
 
-    def finish(self, state: CpuState, stream: Stream = None) -> tuple[Array, Array]:
+    def finish(self, state: PlainState) -> tuple[Array, Array]:
         """out in the dtype of q, lse in the problem's state dtype."""
         out, lse = state.softmax.finish()
         with np.errstate(over="ignore"):
@@ -104,19 +88,12 @@ class CpuBackend:
             return narrow, lse.astype(state.problem.state_dtype)
 
     def begin_backward(
-        self,
-        q: Array,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        problem: Problem,
-        stream: Stream = None,
-        out: Array | None = None,
-    ) -> CpuGrads:
+        self, q: Array, dout: Array, lse: Array, delta: Array, problem: Problem
+    ) -> PlainGrads:
         """dq is 0 so far."""
         dtype = problem.state_dtype
         packed = _heads_first(q, dtype)
-        return CpuGrads(
+        return PlainGrads(
             packed,
             _heads_first(dout, dtype),
             np.require(lse, np.float64, ("C", "W")),
@@ -126,55 +103,17 @@ class CpuBackend:
         )
 
     def accumulate_backward(
-        self,
-        grads: CpuGrads,
-        k: Array,
-        v: Array,
-        dk: Array,
-        dv: Array,
-        tiles: TileTable,
-        stream: Stream = None,
+        self, grads: PlainGrads, k: Array, v: Array, dk: Array, dv: Array, tiles: TileTable
     ) -> None:
         """Add the gradients of all tiles."""
         heads = _heads(grads.problem)
-        self._run([partial(_absorb_backward, grads, k, v, dk, dv, *at, tiles) for at in heads])
+        tasks = [partial(_absorb_backward, grads, k, v, dk, dv, *at, tiles) for at in heads]
+        self._workers.each(tasks)
 
-    def finish_backward(self, grads: CpuGrads, stream: Stream = None) -> Array:
+    def finish_backward(self, grads: PlainGrads) -> Array:
         """dq `[batch, rows, q_heads, head_dim]` in the state dtype."""
         dq = grads.dq.transpose(0, 2, 1, 3)
         return np.ascontiguousarray(dq, dtype=grads.problem.state_dtype)
-
-    def close(self) -> None:
-        """End the workers, also in the midst of their work."""
-        self._stopped = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _run(self, tasks: list[Task]) -> None:
-        """All tasks, on the workers. If one fails or the caller is interrupted, the others are
-        broken off and waited for: nothing goes on in the background."""
-        broken = threading.Event()
-        text = "backend cpu was broken off while it was computing"
-
-        def check() -> None:
-            if self._stopped or broken.is_set():
-                raise KernelError(text)
-
-        if self._pool is None:
-            for task in tasks:
-                task(check)
-            return
-        futures = [self._pool.submit(task, check) for task in tasks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            broken.set()
-            # One that `close` has cancelled is never reported as done, so it is not waited for.
-            wait([future for future in futures if not future.cancel()])
-            if self._stopped:
-                raise KernelError(text) from None
-            raise
 
 
 def _heads(problem: Problem) -> list[tuple[int, int]]:
@@ -182,7 +121,7 @@ def _heads(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _absorb(
-    state: CpuState,
+    state: PlainState,
     k: Array,
     v: Array,
     batch: int,
@@ -214,7 +153,7 @@ def _absorb(
 
 
 def _absorb_backward(
-    grads: CpuGrads,
+    grads: PlainGrads,
     k: Array,
     v: Array,
     dk: Array,

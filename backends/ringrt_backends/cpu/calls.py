@@ -1,0 +1,50 @@
+"""What Numba's code needs to work with machine code that it did not compile: calls by address,
+which are arguments, so that Numba can still keep its own code on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, errors
+from numba.extending import intrinsic
+
+#: What the functions here take: int64 for integers and pointers alike. A uint64 is not among them,
+#: for its sum with an int64 may turn into a float64.
+_KINDS = (types.int64, types.uint32, types.float32, types.float64)
+
+
+@numba.njit(nogil=True, cache=True, inline="always")  # type: ignore[untyped-decorator]
+def base(array):  # type: ignore[no-untyped-def]
+    """Where a contiguous array begins, int64."""
+    return np.int64(array.ctypes.data)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(typing: Any, address: Any, arguments: Any) -> Any:
+    """call(address, (a, b, ...)): the function there, which returns nothing."""
+    for kind in arguments:
+        if types.unliteral(kind) not in _KINDS:
+            raise errors.TypingError(f"call: no argument may be of type {kind}")
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        given = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), given)
+        return context.get_dummy_value()
+
+    return types.void(address, arguments), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take(typing: Any, counter: Any) -> Any:
+    """take(address): the int64 there, which is then one more, whoever else takes at once."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        where = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", where, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate

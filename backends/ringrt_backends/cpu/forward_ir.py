@@ -1,0 +1,133 @@
+"""The forward kernels: scores with their running maximum, and the online softmax."""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+
+from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.tile import in_chunks, product
+from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
+
+
+def mask(body: Body, tile: list[list[Value]], hidden: float) -> None:
+    """Put `hidden` where key row + r is not within the span [first, last) of a query, in place.
+
+    The function has the arguments first and last, int32 `[2 vectors]`, and row."""
+    build = body.build
+    for vector in range(len(tile[0])):
+        at = vector * body.width
+        row = body.splat(build.trunc(body.args["row"], I32))
+        first = build.sub(body.load(body.args["first"], at, body.ints), row)
+        last = build.sub(body.load(body.args["last"], at, body.ints), row)
+        for r in range(len(tile)):
+            number = body.whole([r] * body.width)
+            seen = build.and_(
+                build.icmp_signed("<=", first, number), build.icmp_signed(">", last, number)
+            )
+            tile[r][vector] = build.select(seen, tile[r][vector], body.floats(hidden))
+
+
+#: What `mask` asks of a function's arguments.
+SPAN = {"first": PTR, "last": PTR, "row": I64}
+
+
+def score(
+    module: ir.Module,
+    machine: Machine,
+    name: str,
+    *,
+    depth: int,
+    s_row: int,
+    masked: bool,
+    capped: bool,
+    pairs: bool,
+) -> None:
+    """Emit name(a, b, s, top[, cap][, first, last, row]): S = A·B for rows of keys, or
+    tanh(cap·A·B); top = the larger of itself and each column's maximum. What is masked is −inf."""
+    extra = ({"cap": F32} if capped else {}) | (SPAN if masked else {})
+    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, top=PTR, **extra)
+    a, b, s, top = (body.args[key] for key in ("a", "b", "s", "top"))
+    tile = product(body, a, b, depth, a_row=depth, a_step=1, pairs=pairs)
+    if capped:
+        cap_scores(body, tile)
+    if masked:
+        mask(body, tile, -math.inf)
+    for vector in range(2):
+        at = vector * body.width
+        column = [row[vector] for row in tile]
+        for r, value in enumerate(column):
+            body.store(value, s, r * s_row + at)
+        column.append(body.load(top, at))
+        while len(column) > 1:  # a tree: the chain of maxima stays short
+            halves = zip(column[::2], column[1::2], strict=False)
+            column = [body.larger(*pair) for pair in halves] + column[len(column) // 2 * 2 :]
+        body.store(column[0], top, at)
+    body.build.ret_void()
+
+
+def cap_scores(body: Body, tile: list[list[Value]]) -> None:
+    """tanh(cap·x) in place of x."""
+    cap = body.splat(body.args["cap"])
+    for row in tile:
+        row[:] = [body.tanh(body.build.fmul(value, cap)) for value in row]
+
+
+def soft(module: ir.Module, machine: Machine, name: str, *, s_row: int, pairs: bool) -> None:
+    """Emit name(s, p, n, scale, top, m, z, alpha): the online softmax of 2 vectors of queries
+    over n >= 1 rows of keys.
+
+        m' = max(m, scale·top),  alpha = 2^(m − m'),  P = 2^(scale·S − m'),  z' = z·alpha + ΣP
+
+    P takes the place of S; top goes back to −inf. m and z are float64; m' is a float32 number
+    unless it is beyond them. With `pairs`, n counts pairs of keys, and p holds them as bf16.
+    """
+    body = Body(
+        module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, top=PTR, m=PTR, z=PTR, alpha=PTR
+    )
+    build, args, width = body.build, body.args, body.width
+    scale = body.splat(args["scale"])
+    bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
+    keys = 2 if pairs else 1
+
+    def step(i: Value, sums: list[Value]) -> list[Value]:
+        from_s = body.at(args["s"], build.mul(i, ir.Constant(I64, keys * s_row)))
+        following = list(sums)
+        for v in range(2):
+            weights = []
+            for key in range(keys):
+                x = body.fma(body.load(from_s, key * s_row + v * width), scale, bases[v])
+                weights.append(body.exp2(x, EXP2_SHORT if pairs else EXP2))
+                at = key * 2 + v
+                following[at] = build.fadd(sums[at], weights[-1])
+            if pairs:
+                to_p = body.at(args["p"], build.mul(i, ir.Constant(I64, s_row)))
+                body.store(body.pair(*weights), to_p, v * width)
+            else:
+                body.store(weights[0], from_s, v * width)
+        return following
+
+    sums = in_chunks(body, args["n"], [body.floats(0.0)] * (2 * keys), step)
+    for v in range(2):
+        total = build.fpext(build.fadd(sums[v], sums[v + 2]) if pairs else sums[v], body.doubles)
+        old = body.load(args["z"], v * width, body.doubles)
+        alpha = build.fpext(alphas[v], body.doubles)
+        body.store(body.fma(old, alpha, total), args["z"], v * width)
+    build.ret_void()
+
+
+def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value]:
+    """Raise m by the scores' maximum; −m' to subtract (0 where nothing was seen), and alpha."""
+    build, args = body.build, body.args
+    old = body.load(args["m"], at, body.doubles)
+    best = build.fmul(scale, body.load(args["top"], at))
+    body.store(body.floats(-math.inf), args["top"], at)
+    new = body.larger(build.fpext(best, body.doubles), old)
+    body.store(new, args["m"], at)
+    zero = ir.Constant(body.doubles, [0.0] * body.width)
+    nothing = build.fcmp_ordered("==", new, ir.Constant(body.doubles, [-math.inf] * body.width))
+    base = build.select(nothing, zero, new)
+    alpha = body.exp2(build.fptrunc(build.fsub(old, base), body.vector))
+    body.store(alpha, args["alpha"], at)
+    return build.fneg(build.fptrunc(base, body.vector)), alpha

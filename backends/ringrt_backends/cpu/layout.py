@@ -1,0 +1,109 @@
+"""What both passes need before their drivers run: tiles by blocks of rows, how arrays are read,
+in which order products are summed up, and in which units scores are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringrt.plan.partition import Array
+from ringrt.plan.problem import Problem
+from ringrt.plan.tiles import TileTable
+from ringrt_backends.cpu.compiled import Code, Shape
+from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.move_ir import NAMES
+from ringrt_backends.cpu.pack import Source
+
+#: Rows of q that are looked at for the order of its columns.
+_SAMPLE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The tiles of a shard, cut at the edges of blocks of rows: those of block b are
+    table[starts[b] : starts[b + 1]]; `order` lists the blocks that have any, the most visible
+    pairs first."""
+
+    table: Array
+    starts: Array
+    order: Array
+
+
+def blocks_of(tiles: TileTable, rows: int, size: int) -> Blocks:
+    """Cut and sort the tiles."""
+    count = -(-rows // size)
+    edges = np.arange(count + 1, dtype=np.int64) * size
+    cut = tiles.cut_at(edges) if len(tiles) else tiles
+    block = cut.table[:, 0] // size
+    sorting = np.argsort(block, kind="stable")
+    starts = np.searchsorted(block[sorting], np.arange(count + 1)).astype(np.int64)
+    work = np.bincount(block, weights=cut.visible_pairs(), minlength=count)
+    order = np.argsort(-work, kind="stable")
+    return Blocks(np.ascontiguousarray(cut.table[sorting]), starts, order[work[order] > 0])
+
+
+def address(move: Code, name: str) -> int:
+    """Of a function of `ringrt_backends.cpu.move_ir`."""
+    return int(move.addresses[NAMES.index(name)])
+
+
+def source_of(move: Code, x: Array, pairs: bool) -> tuple[Source, Array]:
+    """How the packing reads x, and the array that must live as long."""
+    if x.shape[3] > 1 and x.strides[3] != x.itemsize:
+        x = np.ascontiguousarray(x)
+    reader = "copy_pairs" if pairs else f"widen_{x.dtype.name}"
+    names = (reader, "spread", "interleave", "turn", "reorder")
+    functions = (address(move, name) for name in names)
+    return Source(x.ctypes.data, *x.strides[:3], *x.shape[2:], pairs, *functions), x
+
+
+def has_pairs(machine: Machine, problem: Problem) -> bool:
+    """Whether bf16 is multiplied as it is."""
+    return problem.dtype == "bfloat16" and machine.pairs != ""
+
+
+def orders_of(q: Array, problem: Problem, shape: Shape) -> Array:
+    """In which order the products of each KV head's scores are added up, int64 `[lanes, depth]`:
+    those of q's large columns last. In real models these cancel one another, and whatever is
+    added while their sum is large is rounded as coarsely as they are."""
+    batch, rows = q.shape[:2]
+    sample = q[:, :: max(1, rows // _SAMPLE)].astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = np.square(sample).reshape(batch, -1, problem.kv_heads, problem.group, q.shape[3])
+        weight = square.sum(axis=(1, 3)).reshape(batch * problem.kv_heads, -1)
+    if shape.pairs:
+        weight = np.pad(weight, ((0, 0), (0, weight.shape[1] % 2))).reshape(len(weight), -1, 2).sum(2)
+    return np.argsort(weight, axis=1, kind="stable").astype(np.int64)
+
+
+def flip_of(problem: Problem, pairs: bool) -> np.uint32:
+    """The sign bits of an element, to be flipped in q where the scale is negative: the running
+    maximum is taken of scores before they are scaled."""
+    bits = (0x80008000 if pairs else 0x80000000) if problem.scale < 0 else 0
+    return np.uint32(bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Exponents of 2 are counted in units of `unit` (natural logarithm) that make the factor of
+    the products, `scale`, a float32 number: with the nearest float32 in its place, scores would
+    be off by as much as they are long. With a softcap they are `scale` · tanh(`cap` · product)."""
+
+    scale: np.float32
+    cap: np.float32
+    unit: float
+
+
+def units_of(problem: Problem) -> Units:
+    """The sign of the problem's scale is left to q; see `flip_of`."""
+    size, cap = abs(problem.scale), problem.softcap or 0.0
+    natural = cap or size
+    scale = np.float32(natural / math.log(2))
+    return Units(scale, np.float32(size / cap if cap else 0), natural / float(scale))
+
+
+def grid(first: int, second: int) -> Array:
+    """All pairs of two numbers."""
+    return np.stack(np.meshgrid(np.arange(first), np.arange(second), indexing="ij"), -1).reshape(-1, 2)

@@ -1,0 +1,195 @@
+"""The forward pass by compiled tiles: what is packed when, and who does what.
+
+K and V are packed in chunks, so that the copies stay small however long a shard is; the tasks of
+a chunk are one query head and one block of its queries each, the most work first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ringrt.plan.partition import Array
+from ringrt.plan.problem import Problem
+from ringrt.plan.tiles import TileTable
+from ringrt_backends.cpu import forward, pack
+from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code, move_code
+from ringrt_backends.cpu.forward import Keys, Queries, Scores, Scratch
+from ringrt_backends.cpu.layout import (
+    Blocks,
+    address,
+    blocks_of,
+    flip_of,
+    grid,
+    has_pairs,
+    orders_of,
+    source_of,
+    units_of,
+)
+from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.pack import Source
+from ringrt_backends.cpu.workers import Workers
+
+#: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
+#: be taken one after the other.
+_CHUNK, _CHUNK_BYTES = 16 * KEYS, 1 << 25
+#: Keys that are packed by one task, with a peak of their own; even.
+_PART = 96
+#: Largest number that a product may reach: sums of such stay within float32.
+_LIMIT = 1e37
+
+
+@dataclass(frozen=True, slots=True)
+class TiledState:
+    """The packed queries and their state, each thread's scratch, and what ring steps share:
+    tiles cut to blocks, and the memory of packed keys."""
+
+    problem: Problem
+    code: Code
+    scores: Scores
+    queries: Queries
+    orders: Array
+    scratch: list[tuple[Scratch]]
+    rows: int
+    out_dtype: np.dtype[Any]
+    blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
+    memory: dict[tuple[int, ...], tuple[Array, Array]] = field(default_factory=dict)
+
+
+class TiledForward:
+    """The forward verbs; see `ringrt.backend.Backend`."""
+
+    def __init__(self, machine: Machine, workers: Workers) -> None:
+        self._machine, self._workers = machine, workers
+        self._move = move_code(machine)
+
+    def code(self, problem: Problem) -> Code:
+        """Compiled for the problem's heads."""
+        return forward_code(
+            self._machine,
+            problem.head_dim,
+            problem.value_dim,
+            has_pairs(self._machine, problem),
+            problem.softcap is not None,
+        )
+
+    def begin(self, q: Array, problem: Problem, sink: Array | None) -> TiledState:
+        """Pack q; the state is empty, or that of the sink."""
+        code, scores = self.code(problem), _scores(problem)
+        shape, rows = code.shape, q.shape[1]
+        lanes, blocks = q.shape[0] * problem.q_heads, -(-rows // QUERIES)
+        padded = blocks * QUERIES
+        panels = np.empty((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
+        peaks = np.zeros((lanes, blocks), np.uint32)
+        orders = orders_of(q, problem, shape)
+        source, q = source_of(self._move, q, shape.pairs)
+        self._workers.drive(
+            pack.pack_turned, grid(lanes, blocks), source, orders, problem.group, rows,
+            flip_of(problem, shape.pairs), QUERIES, panels, peaks,
+        )  # fmt: skip
+        m, z = np.full((lanes, padded), -np.inf), np.zeros((lanes, padded))
+        if sink is not None:
+            _absorb_sink(m, z, sink, scores.unit, q.shape[0])
+        y = np.zeros((lanes, padded, shape.value_row))
+        queries = Queries(panels, peaks.view(np.float32), m, z, y)
+        scratch = [(_scratch(shape),) for _ in range(self._workers.count)]
+        return TiledState(problem, code, scores, queries, orders, scratch, rows, q.dtype)
+
+    def accumulate(self, state: TiledState, k: Array, v: Array, tiles: TileTable) -> None:
+        """Absorb all tiles."""
+        slots = k.shape[0] * k.shape[2]
+        if not len(tiles) or not slots:
+            return
+        blocks = state.blocks.get(tiles)
+        if blocks is None:
+            blocks = state.blocks[tiles] = blocks_of(tiles, state.rows, QUERIES)
+        shape = state.code.shape
+        first, last = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
+        row_bytes = (shape.depth + shape.value_panels * shape.panel) * 4
+        at_once = max(1, min(slots, _CHUNK_BYTES // (min(_CHUNK, last - first) * row_bytes)))
+        (k_source, k), (v_source, v) = (source_of(self._move, x, shape.pairs) for x in (k, v))
+        for begin in range(first, last, _CHUNK):
+            end = min(begin + _CHUNK, last)
+            for slot in range(0, slots, at_once):
+                count = min(at_once, slots - slot)
+                keys = self._pack(state, k_source, v_source, slot, count, begin, end)
+                self._workers.drive(
+                    forward.absorb, _tasks(blocks.order, slot, count, state.problem.group), shape,
+                    state.code.addresses, state.scores, blocks.starts, blocks.table, keys,
+                    state.queries, own=state.scratch,
+                )  # fmt: skip
+
+    def finish(self, state: TiledState) -> tuple[Array, Array]:
+        """out in the dtype of q, lse in float32."""
+        problem, lanes = state.problem, len(state.queries.m)
+        batch = lanes // problem.q_heads
+        out = np.empty((batch, state.rows, problem.q_heads, problem.value_dim), state.out_dtype)
+        lse = np.empty((lanes, state.rows), np.float32)
+        self._workers.drive(
+            forward.finish, grid(lanes, -(-state.rows // QUERIES)), state.code.shape,
+            state.scores.unit, address(self._move, f"round_{problem.dtype}"), state.rows,
+            state.queries, problem.q_heads, out.view(np.uint8), lse,
+        )  # fmt: skip
+        return out, lse.reshape(batch, problem.q_heads, state.rows)
+
+    def _pack(
+        self, state: TiledState, k: Source, v: Source, slot: int, count: int, begin: int, end: int
+    ) -> Keys:
+        """Keys [begin, end) of some KV lanes. The copies are the caller's until the next call."""
+        shape, size = state.code.shape, end - begin
+        # A tile of rows may reach over the end, and so may a pair of keys.
+        rows = size + shape.rows + 2
+        rows += rows % 2
+        if (count, rows) not in state.memory:
+            state.memory.clear()
+            v_shape = count, shape.value_panels, rows // (2 if shape.pairs else 1), shape.panel
+            state.memory[count, rows] = (
+                np.zeros((count, rows, shape.depth), np.uint32),
+                np.zeros(v_shape, np.uint32),
+            )
+        k_rows, v_panels = state.memory[count, rows]
+        parts = -(-size // _PART)
+        peaks = np.zeros((2, count, parts), np.uint32)
+        tasks, given, drive = grid(count, parts), (slot, begin, size), self._workers.drive
+        drive(pack.pack_rows, tasks, k, state.orders, *given, _PART, k_rows, peaks[0])
+        drive(pack.pack_columns, tasks, v, *given, np.uint32(0), _PART, v_panels, peaks[1])
+        k_peaks, v_peaks = peaks.view(np.float32)
+        return Keys(k_rows, v_panels, k_peaks, v_peaks, _PART, begin, end)
+
+
+def _scores(problem: Problem) -> Scores:
+    units = units_of(problem)
+    largest = max(1.0, float(units.scale), float(units.cap))
+    limit = _LIMIT / max(problem.head_dim, KEYS) / largest
+    softcap = problem.softcap or 0.0
+    return Scores(units.scale, units.cap, units.unit, limit, abs(problem.scale), softcap)
+
+
+def _scratch(shape: Shape) -> Scratch:
+    rows = KEYS + shape.rows + 2
+    scores = np.empty((rows, QUERIES + SKEW), np.float32)
+    weights = np.empty((rows // 2, QUERIES + SKEW), np.float32) if shape.pairs else scores
+    first, last = np.empty(QUERIES, np.int32), np.empty(QUERIES, np.int32)
+    low, high = (np.empty(-(-QUERIES // shape.rows), np.int64) for _ in range(2))
+    top, alpha = np.empty(shape.panel, np.float32), np.empty(QUERIES, np.float32)
+    return Scratch(scores, weights, first, last, low, high, top, alpha)
+
+
+def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
+    """One key of the sink's score, whose value is 0. m is a float32 number."""
+    exact = np.tile(sink.astype(np.float64) / unit, batch)
+    near = exact.astype(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        part = np.where(near == -np.inf, 0.0, np.exp2(exact - near))
+    m[...], z[...] = near[:, None], part[:, None]
+
+
+def _tasks(order: Array, slot: int, count: int, group: int) -> Array:
+    """(query lane, slot, block): the largest blocks of all lanes first, and lanes that share keys
+    side by side."""
+    lanes = np.arange(slot * group, (slot + count) * group)
+    block, lane = np.meshgrid(order, lanes, indexing="ij")
+    return np.stack((lane, lane // group - slot, block), -1).reshape(-1, 3)

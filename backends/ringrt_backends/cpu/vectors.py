@@ -1,0 +1,262 @@
+"""Vector code in LLVM's language: the operations that the kernels are put together from.
+
+Everything is made of vectors of `machine.width` floats; LLVM turns these into the machine's
+own, so AVX-512, AVX2 and NEON come from one text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from ringrt_backends.cpu.machine import Machine
+
+I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+F32, F64, PTR = ir.FloatType(), ir.DoubleType(), ir.PointerType()
+
+#: What memory is aligned to, where it is not 4 bytes.
+_ALIGN = {F64: 8, I64: 8, I16: 2}
+
+#: An LLVM value: llvmlite has no types for them.
+Value = Any
+
+#: 2^f for |f| <= 1/2, highest power first: minimax polynomials of degree 6, exact at 0, with a
+#: relative error of 2e-9 before rounding, and, for weights that are rounded to bf16, 4 (2.6e-6;
+#: half a unit of bf16 is 2e-3).
+EXP2 = (
+    0.00015353361959569156,
+    0.0013398875016719103,
+    0.00961843691766262,
+    0.055503323674201965,
+    0.24022647738456726,
+    0.6931471824645996,
+    1.0,
+)
+EXP2_SHORT = (0.0095701, 0.05591786, 0.24024745, 0.69312181, 0.99999926)
+
+#: tanh(x)/x − 1 over x², for |x| <= 0.625, highest power first (the Cephes library's fit).
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_TANH_SMALL = 0.625
+
+
+class _BFloat(ir.Type):
+    """bf16, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+class Body:
+    """A function under construction, and what can be done in it. Offsets count floats."""
+
+    def __init__(self, module: ir.Module, machine: Machine, name: str, **arguments: ir.Type):
+        kind = ir.FunctionType(ir.VoidType(), list(arguments.values()))
+        function = ir.Function(module, kind, name)
+        for value, label in zip(function.args, arguments, strict=True):
+            value.name = label
+            if isinstance(value.type, ir.PointerType):
+                value.add_attribute("noalias")
+        self.args = dict(zip(arguments, function.args, strict=True))
+        self.machine, self.width = machine, machine.width
+        self.build = ir.IRBuilder(function.append_basic_block())
+        self.vector = ir.VectorType(F32, self.width)
+        self.ints = ir.VectorType(I32, self.width)
+        self.doubles = ir.VectorType(F64, self.width)
+
+    # Memory.
+
+    def at(self, pointer: Value, offset: int | Value, element: ir.Type = F32) -> Value:
+        """The address so many elements on."""
+        if isinstance(offset, int):
+            if offset == 0:
+                return pointer
+            offset = ir.Constant(I64, offset)
+        return self.build.gep(pointer, [offset], source_etype=element)
+
+    def load(self, pointer: Value, offset: int | Value = 0, kind: ir.Type | None = None) -> Value:
+        """A vector of floats, or of another kind; offset in its elements."""
+        kind = kind or self.vector
+        element = kind.element if isinstance(kind, ir.VectorType) else kind
+        where = self.at(pointer, offset, element)
+        return self.build.load(where, align=_ALIGN.get(element, 4), typ=kind)
+
+    def store(self, value: Value, pointer: Value, offset: int | Value = 0) -> None:
+        """A vector; offset in its elements."""
+        element = value.type.element
+        self.build.store(value, self.at(pointer, offset, element), align=_ALIGN.get(element, 4))
+
+    # Vectors.
+
+    def floats(self, x: float) -> Value:
+        """x in every lane."""
+        return ir.Constant(self.vector, [x] * self.width)
+
+    def whole(self, numbers: Sequence[int]) -> Value:
+        """Integers, one a lane."""
+        return ir.Constant(self.ints, list(numbers))
+
+    def splat(self, scalar: Value) -> Value:
+        """A scalar in every lane."""
+        kind = ir.VectorType(scalar.type, self.width)
+        zero = ir.Constant(I32, 0)
+        first = self.build.insert_element(ir.Constant(kind, ir.Undefined), scalar, zero)
+        lanes = ir.Constant(self.ints, [0] * self.width)
+        return self.build.shuffle_vector(first, ir.Constant(kind, ir.Undefined), lanes)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a·b + c, rounded once."""
+        kind = a.type
+        return self.intrinsic(f"llvm.fma.{_suffix(kind)}", kind, a, b, c)
+
+    def larger(self, a: Value, b: Value) -> Value:
+        """The larger of two; b where either is NaN, as the machine's own maximum."""
+        return self.build.select(self.build.fcmp_ordered(">", a, b), a, b)
+
+    def intrinsic(self, name: str, kind: ir.Type, *arguments: Value) -> Value:
+        """Call a function of LLVM's."""
+        function = self.build.module.globals.get(name)
+        if function is None:
+            types = [argument.type for argument in arguments]
+            function = ir.Function(self.build.module, ir.FunctionType(kind, types), name)
+        return self.build.call(function, arguments)
+
+    def loop(
+        self,
+        count: int | Value,
+        carried: Sequence[Value],
+        step: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:
+        """Do `step(index, values)` count times, at least once; each gives the next one's values.
+        What the last one gave."""
+        build = self.build
+        before, body = build.block, build.append_basic_block()
+        build.branch(body)
+        build.position_at_end(body)
+        index = build.phi(I64)
+        index.add_incoming(ir.Constant(I64, 0), before)
+        phis = [build.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        last = list(step(index, list(phis)))
+        following = build.add(index, ir.Constant(I64, 1))
+        index.add_incoming(following, build.block)
+        for phi, value in zip(phis, last, strict=True):
+            phi.add_incoming(value, build.block)
+        end = ir.Constant(I64, count) if isinstance(count, int) else count
+        after = build.append_basic_block()
+        build.cbranch(build.icmp_signed("<", following, end), body, after)
+        build.position_at_end(after)
+        return last
+
+    # Functions of one variable.
+
+    def exp2(self, x: Value, powers: Sequence[float] = EXP2) -> Value:
+        """2^x for x <= 127; 0 for x below −126, −inf among them. x = n + f with whole n and
+        |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to."""
+        build = self.build
+        if self.machine.scalef:
+            whole, all_lanes = ir.Constant(I32, 0), ir.Constant(I16, -1)
+            current = ir.Constant(I32, 4)
+            name = "llvm.x86.avx512.mask.reduce.ps.512"
+            rest = self.intrinsic(name, self.vector, x, whole, x, all_lanes, current)
+            power = self._polynomial(rest, powers)
+            n = build.fsub(x, rest)
+            name = "llvm.x86.avx512.mask.scalef.ps.512"
+            return self.intrinsic(name, self.vector, power, n, power, all_lanes, current)
+        n = self.intrinsic(f"llvm.rint.{_suffix(self.vector)}", self.vector, x)
+        power = self._polynomial(build.fsub(x, n), powers)
+        exponent = build.shl(build.fptosi(n, self.ints), self.whole([23] * self.width))
+        shifted = build.add(build.bitcast(power, self.ints), exponent)
+        seen = build.fcmp_ordered(">=", x, self.floats(-126.0))
+        return build.select(seen, build.bitcast(shifted, self.vector), self.floats(0.0))
+
+    def tanh(self, x: Value) -> Value:
+        """A polynomial near 0, where 1 − 2/(e^2x + 1) would cancel; 3e-7 of the result."""
+        build = self.build
+        square = build.fmul(x, x)
+        near = self.fma(build.fmul(self._polynomial(square, _TANH), square), x, x)
+        size = self.intrinsic(f"llvm.fabs.{_suffix(self.vector)}", self.vector, x)
+        # Beyond 10 tanh is 1 in float32; the limit keeps 2^ within its range.
+        limited = build.select(
+            build.fcmp_ordered("<", size, self.floats(10.0)), size, self.floats(10.0)
+        )
+        power = self.exp2(build.fmul(limited, self.floats(2 / math.log(2))))
+        one = self.floats(1.0)
+        far = build.fsub(one, build.fdiv(self.floats(2.0), build.fadd(power, one)))
+        sign = self.intrinsic(f"llvm.copysign.{_suffix(self.vector)}", self.vector, far, x)
+        close = build.fcmp_ordered("<", size, self.floats(_TANH_SMALL))
+        return build.select(close, near, sign)
+
+    def _polynomial(self, x: Value, powers: Sequence[float]) -> Value:
+        total = self.floats(powers[0])
+        for power in powers[1:]:
+            total = self.fma(total, x, self.floats(power))
+        return total
+
+    # Pairs of bf16: 32 bits that hold two consecutive elements of a sum, the first one low.
+
+    def dot(self, a: Value, b: Value, total: Value) -> Value:
+        """total + a₀·b₀ + a₁·b₁ for pairs in 32-bit integers, in float32."""
+        build = self.build
+        if self.machine.pairs == "native":
+            kind = ir.VectorType(_BFloat(), 2 * self.width)
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            a, b = build.bitcast(a, kind), build.bitcast(b, kind)
+            return self.intrinsic(name, self.vector, total, a, b)
+        total = self.fma(self._upper(a), self._upper(b), total)
+        return self.fma(self._lower(a), self._lower(b), total)
+
+    def pair(self, first: Value, second: Value) -> Value:
+        """Two vectors rounded to bf16, lane by lane one pair."""
+        build = self.build
+        if self.machine.pairs == "native":
+            kind = ir.VectorType(_BFloat(), 2 * self.width)
+            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+            both = self.intrinsic(name, kind, second, first)
+            order = [i // 2 + i % 2 * self.width for i in range(2 * self.width)]
+            lanes = ir.Constant(ir.VectorType(I32, 2 * self.width), order)
+            mixed = build.shuffle_vector(both, ir.Constant(kind, ir.Undefined), lanes)
+            return build.bitcast(mixed, self.ints)
+        low = build.lshr(self._rounded(first), self.whole([16] * self.width))
+        return build.or_(low, build.and_(self._rounded(second), self.whole([-65536] * self.width)))
+
+    def narrow(self, low: Value, high: Value) -> Value:
+        """Two vectors rounded to bf16, one after the other: as many 32-bit integers."""
+        build, twice = self.build, 2 * self.width
+        if self.machine.pairs == "native":
+            kind = ir.VectorType(_BFloat(), twice)
+            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+            return build.bitcast(self.intrinsic(name, kind, high, low), self.ints)
+        short = ir.VectorType(I16, self.width)
+        shift = self.whole([16] * self.width)
+        halves = [build.trunc(build.lshr(self._rounded(x), shift), short) for x in (low, high)]
+        lanes = ir.Constant(ir.VectorType(I32, twice), list(range(twice)))
+        return build.bitcast(build.shuffle_vector(*halves, lanes), self.ints)
+
+    def _rounded(self, x: Value) -> Value:
+        """The bits of x with bf16 in the upper half, rounded to nearest, ties to even."""
+        build = self.build
+        bits = build.bitcast(x, self.ints)
+        odd = build.and_(build.lshr(bits, self.whole([16] * self.width)), self.whole([1] * self.width))
+        return build.add(bits, build.add(odd, self.whole([0x7FFF] * self.width)))
+
+    def _upper(self, pair: Value) -> Value:
+        masked = self.build.and_(pair, self.whole([-65536] * self.width))
+        return self.build.bitcast(masked, self.vector)
+
+    def _lower(self, pair: Value) -> Value:
+        shifted = self.build.shl(pair, self.whole([16] * self.width))
+        return self.build.bitcast(shifted, self.vector)
+
+
+def _suffix(kind: ir.VectorType) -> str:
+    return f"v{kind.count}{'f64' if kind.element == F64 else 'f32'}"

@@ -1,0 +1,161 @@
+"""Rings beside the bare kernel, beside one process with all cores, and beside one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ringrt.bench.cases import Case, Settings
+from ringrt.bench.check import check
+from ringrt.bench.interleave import Contender, compare, interleave, ratio
+from ringrt.bench.kernel import check_against_peer
+from ringrt.bench.measurement import Measurement, summary
+from ringrt.bench.problems import Inputs, Verbs, backend, inputs
+from ringrt.bench.team import TIMEOUT_S, Process, Ranks, Team
+from ringrt.plan.partition import Array
+from ringrt.ring import Ring
+
+#: Calls in a row, where nothing is computed: one alone is too short to time.
+_CALLS = 50
+#: What a pass gives.
+NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "both": ("out", "dq", "dk", "dv")}
+
+
+def run(case: Case, settings: Settings) -> Iterator[Measurement]:
+    """By kind."""
+    measure: Callable[[Case, Settings], Measurement] = {
+        "one rank": _beside_kernel,
+        "two ranks": _beside_kernel,
+        "partitions": _partitions,
+        "steps": _steps,
+    }[case.kind]
+    yield measure(case, settings)
+
+
+class Shards:
+    """A pass of every rank over its own shards, which it holds as they would come from a model:
+    contiguous. What backward is of is computed before."""
+
+    def __init__(self, ranks: Ranks, given: Inputs, causal: bool) -> None:
+        self._ranks, self._causal = ranks, causal
+        self._given = given
+        self._held: dict[int, tuple[Array, ...]] = {}
+        self._results: dict[int, tuple[Array, Array]] = {}
+        ranks.do(self._prepare)
+
+    def seconds(self, way: str, calls: int = 1) -> float:
+        """The mean of some calls in a row on every rank."""
+
+        def work(ring: Ring) -> None:
+            for _ in range(calls):
+                self._pass(way, ring)
+
+        return self._ranks.seconds(work) / calls
+
+    def whole(self, way: str) -> list[Array]:
+        """What a pass gives, put together."""
+        return self._ranks.do(lambda ring: [ring.unshard(x) for x in self._pass(way, ring)])
+
+    def whole_lse(self) -> Array:
+        """lse of the whole sequence."""
+        whole: Array = self._ranks.do(lambda ring: ring.unshard(self._results[ring.rank][1], 2))
+        return whole
+
+    def _prepare(self, ring: Ring) -> None:
+        given = self._given
+        cut = (ring.cut(x) for x in (given.q, given.k, given.v, given.dout))
+        self._held[ring.rank] = tuple(map(np.ascontiguousarray, cut))
+        q, k, v, _ = self._held[ring.rank]
+        self._results[ring.rank] = ring.attention(q, k, v, causal=self._causal)
+
+    def _pass(self, way: str, ring: Ring) -> tuple[Array, ...]:
+        q, k, v, dout = self._held[ring.rank]
+        out, lse = self._results[ring.rank]
+        found: tuple[Array, ...] = ()
+        if way != "backward":
+            out, lse = ring.attention(q, k, v, causal=self._causal)
+            found = (out,)
+        if way != "forward":
+            found += ring.attention_backward(dout, q, k, v, out, lse, causal=self._causal)
+        return found
+
+    def check(self, way: str, right: Any) -> None:
+        """`Wrong` unless a pass gives what the kernel gives for the whole sequence."""
+        check(NAMES[way], self.whole(way), right, self._given.problem.dtype, "the kernel alone")
+
+
+@contextlib.contextmanager
+def ranks_of(case: Case, settings: Settings, partition: str = "striped") -> Iterator[Ranks]:
+    """The ranks that a case is for, one on each of its cores."""
+    options: dict[str, Any] = {"partition": partition, "backend": settings.backend}
+    if case.processes == "one":
+        with Team(case.cores, **options) as team:
+            yield team
+        return
+    join = Ring.from_mpi if case.processes == "mpi" else Ring.from_process_group
+    with join(threads=1, timeout=TIMEOUT_S, **options) as ring:
+        yield Process(ring)
+
+
+def _beside_kernel(case: Case, settings: Settings) -> Measurement:
+    """Of one rank, ring over kernel; of more, one process of as many threads over the ring."""
+    shape = case.shape
+    given = inputs(shape)
+    alone = Verbs(backend(settings.backend, case.cores), given)
+    check_against_peer(given, case, alone)
+    with ranks_of(case, settings) as ranks:
+        shards = Shards(ranks, given, shape.causal)
+        call = alone.call(shape.way)
+        result = call()
+        shards.check(shape.way, result[:1] if shape.way == "forward" else result)
+        contenders = [
+            Contender("ring", partial(shards.seconds, shape.way)),
+            Contender("kernel", partial(ranks.alone, call)),
+        ]
+        times = interleave(contenders, settings.repeats)
+    names = ("ring", "kernel") if case.kind == "one rank" else ("kernel", "ring")
+    return case.row(**summary(ratio(times, *names)), times=times)
+
+
+def _partitions(case: Case, settings: Settings) -> Measurement:
+    """The time of contiguous shards over that of striped ones."""
+    shape, names = case.shape, ("contiguous", "striped")
+    given = inputs(shape)
+    alone = Verbs(backend(settings.backend, case.cores), given)
+    check_against_peer(given, case, alone)
+    result = alone.call(shape.way)()
+    with contextlib.ExitStack() as stack:
+        contenders = []
+        for name in names:
+            shards = Shards(
+                stack.enter_context(ranks_of(case, settings, name)), given, shape.causal
+            )
+            shards.check(shape.way, result[:1] if shape.way == "forward" else result)
+            contenders.append(Contender(name, partial(shards.seconds, shape.way)))
+        times = interleave(contenders, settings.repeats)
+    return case.row(**summary(ratio(times, *names)), times=times)
+
+
+def _steps(case: Case, settings: Settings) -> Measurement:
+    """µs of a ring step in which nothing is computed: what a call of p ranks takes longer than
+    one of a single rank, over the p − 1 steps that it has more."""
+    count: int = case.detail["ranks"]
+    shape = case.shape
+    names = (f"{count} ranks", "1 rank")
+    with contextlib.ExitStack() as stack:
+        contenders = []
+        for name, size in zip(names, (count, 1), strict=True):
+            team = stack.enter_context(Team(size, backend="null"))
+            shards = Shards(team, inputs(shape), shape.causal)
+            contenders.append(Contender(name, partial(shards.seconds, shape.way, _CALLS)))
+        times = interleave(contenders, settings.repeats)
+
+    def of_a_step(more: float, one: float) -> float:
+        return 1e6 * (more - one) / (count - 1)
+
+    measured = summary(compare(times, *names, of_a_step)) | {"times": times}
+    return case.row(unit="µs a step", threads=count, **measured)
