@@ -121,8 +121,9 @@ class BackendSpec:
     kind of device on which its arrays lie. `rounds_weights`: for 16-bit inputs the softmax
     weights, and in backward their gradients, are rounded to the inputs' dtype before they are
     multiplied, as tensor cores ask for, or a block's results before they are merged; verification
-    allows for it. `contains_nan`: NaN and inf in what a row does not see cannot reach it even
-    inside a tile that it sees in part; where that is False, whole tiles still keep them out.
+    allows for it. A function of the dtype's name where it depends on that, or on the machine.
+    `contains_nan`: NaN and inf in what a row does not see cannot reach it even inside a tile that
+    it sees in part; where that is False, whole tiles still keep them out.
     """
 
     name: str
@@ -131,8 +132,13 @@ class BackendSpec:
     load: Callable[[BackendContext], Backend]
     priority: int | None = None
     device: Kind = "cpu"
-    rounds_weights: bool = False
+    rounds_weights: bool | Callable[[str], bool] = False
     contains_nan: bool = True
+
+    def rounds(self, dtype: str) -> bool:
+        """Whether weights are rounded for inputs of this dtype; see `rounds_weights`."""
+        given = self.rounds_weights
+        return given(dtype) if callable(given) else given
 
 
 class BlockBackend(ABC):

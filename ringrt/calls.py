@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ringrt.device import Device
 from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import cupy
 from ringrt.device.host import HOST
-from ringrt.engine.agree import Record, agree, agree_ready, tell_failure
+from ringrt.engine.agree import Record, agree, agree_ready, said, say, tell_failure
 from ringrt.errors import (
     BackendUnavailable,
     HandoffError,
@@ -73,6 +74,24 @@ class RingOptions:
     threads: int | None
 
 
+class _Said(NamedTuple):
+    """What all ranks said of a pass, in which they agree: their records, what of it a plan depends
+    on, as text, and where each rank's arrays lie."""
+
+    records: list[Record]
+    key: str
+    places: list[str]
+
+    @classmethod
+    def of(cls, records: list[Record]) -> _Said:
+        # Sinks are compared, but a plan only depends on whether there are any.
+        common = {name: value for name, value in records[0].items() if name != "local"}
+        common["sink"] = common["sink"] is not None
+        key = json.dumps([common, [record["local"] for record in records]])
+        places = [f"{record['local'][3]} {record['local'][4]}" for record in records]
+        return cls(records, key, places)
+
+
 class Caller:
     """Agrees and prepares on behalf of one `Ring`. `backend` may be set anew between calls."""
 
@@ -82,8 +101,11 @@ class Caller:
         self._backends: dict[tuple[str, Device], Backend] = {}
         self._devices: dict[int, CudaDevice] = {}
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
+        self._read: OrderedDict[tuple[bytes, ...], _Said] = OrderedDict()
         self._staged: StagedTransport | None = None
         self._closed = False
+        self._common: dict[str, Any] = {"version": __version__, "partition": options.partition.name}
+        self._common |= {"schedule": options.schedule, "travel": options.travel}
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -99,10 +121,7 @@ class Caller:
 
     def agree(self, record: Record) -> list[Record]:
         """Compare this rank's record with every other's; see `ringrt.engine.agree`."""
-        options = self.options
-        common = {"version": __version__, "partition": options.partition.name}
-        common |= {"schedule": options.schedule, "travel": options.travel}
-        return agree(self.transport, common | dict(record), options.timeout)
+        return agree(self.transport, self._common | record, self.options.timeout)
 
     def prepare(
         self,
@@ -118,19 +137,26 @@ class Caller:
         ranks said, so that all find the same."""
         local = [shapes.q_rows, shapes.kv_rows, self.backend, *place, dlse]
         common = {"operation": operation} | shapes.common() | options.record()
-        records = self.agree(common | {"local": local})
-        # Sinks are compared, but a plan only depends on whether there are any.
-        common["sink"] = options.sink is not None
-        key = json.dumps([common, [record["local"] for record in records]])
-        if key not in self._kept:
-            self._kept[key] = self._prepare(records, shapes, place, options)
+        record = self._common | common | {"local": local}
+        read = self._read_all(say(self.transport, record, self.options.timeout))
+        if read.key not in self._kept:
+            self._kept[read.key] = self._prepare(read.records, shapes, place, options)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        prepared = self._kept[key]
-        places = [f"{record['local'][3]} {record['local'][4]}" for record in records]
-        prepared.transport.attach(prepared.device, places, self._prepare_timeout)
+        self._kept.move_to_end(read.key)
+        prepared = self._kept[read.key]
+        prepared.transport.attach(prepared.device, read.places, self._prepare_timeout)
         return prepared
+
+    def _read_all(self, raw: list[bytes]) -> _Said:
+        """What the ranks said before a pass. It is found to agree, or not, once."""
+        spoken = tuple(raw)
+        if spoken not in self._read:
+            self._read[spoken] = _Said.of(said(raw))
+            if len(self._read) > _KEPT:
+                self._read.popitem(last=False)
+        self._read.move_to_end(spoken)
+        return self._read[spoken]
 
     def check_shares(self, field: str, rows: list[int]) -> None:
         """`RankMismatch` unless every rank's rows are its share of the total."""

@@ -31,10 +31,11 @@ def ringrt_register_backends() -> list[BackendSpec]:
         ),
         BackendSpec(
             name="cpu",
-            summary="Numba on all cores, blockwise",
+            summary="all cores: compiled vector code, or plain Numba",
             probe=_probe_numba,
             load=_load_cpu,
             priority=50,
+            rounds_weights=_cpu_rounds_weights,
         ),
         # Not taken unasked before its speed has been measured on a GPU.
         BackendSpec(
@@ -85,9 +86,16 @@ def _load_cupy(context: BackendContext) -> Backend:
 
 
 def _load_cpu(context: BackendContext) -> Backend:
-    from ringrt_backends.cpu import CpuBackend
+    from ringrt_backends.cpu.backend import CpuBackend, code_in_use
 
-    return CpuBackend(context.threads)
+    return CpuBackend(context.threads, code_in_use()[0])
+
+
+def _cpu_rounds_weights(dtype: str) -> bool:
+    from ringrt_backends.cpu.backend import code_in_use
+
+    machine, _ = code_in_use()
+    return dtype == "bfloat16" and machine is not None and machine.pairs != ""
 
 
 def _load_reference(context: BackendContext) -> Backend:

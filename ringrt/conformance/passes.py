@@ -192,7 +192,7 @@ def hold_result(
     subject: Subject, case: Case, got: tuple[Array, Array], want: Exact, rows: slice = _ALL
 ) -> None:
     """out and lse, or some rows of them, held to the oracle."""
-    bounds = Bounds(case.dtype, subject.spec.rounds_weights)
+    bounds = Bounds(case.dtype, subject.spec.rounds(case.dtype))
     out, lse = got
     # First lse: where it is wrong, out is as well, and says less of why.
     bound = bounds.lse(want)
@@ -230,7 +230,7 @@ def hold_gradients(
     keys: slice = _ALL,
 ) -> None:
     """dq, dk and dv, or some rows and keys of them, held to the oracle."""
-    bounds = Bounds(case.dtype, subject.spec.rounds_weights)
+    bounds = Bounds(case.dtype, subject.spec.rounds(case.dtype))
     dq, dk, dv = got
     # dv first: it hangs on the weights alone.
     for name, x, one, cut in (

@@ -16,11 +16,23 @@ from ringrt.transport import Transport
 
 Record = Mapping[str, Any]
 
+_ENCODER = json.JSONEncoder(sort_keys=True)
+
 
 def agree(transport: Transport, record: Record, timeout: float) -> list[Record]:
     """Exchange records; raise `RankMismatch` on every rank unless all fields agree. The field
     `local` may differ. Returns every rank's record."""
-    raw = gather(transport, json.dumps(record, sort_keys=True).encode(), timeout)
+    return said(say(transport, record, timeout))
+
+
+def say(transport: Transport, record: Record, timeout: float) -> list[bytes]:
+    """Exchange records; what every rank said, to be read by `said`. What has been said before need
+    not be read again."""
+    return gather(transport, _ENCODER.encode(record).encode(), timeout)
+
+
+def said(raw: Sequence[bytes]) -> list[Record]:
+    """Every rank's record; raises as `agree`."""
     records = [json.loads(item) for item in raw]
     _raise_if_failed(records)
     _raise_if_different(records)

@@ -11,7 +11,7 @@ i − j, and a range of positions is a range of local indices. Nothing is approx
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class TileTable:
     """
 
     table: IntArray
+    #: What `portions` has given, by count.
+    _portions: dict[int, list[TileTable]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -82,10 +84,18 @@ class TileTable:
 
     def portions(self, count: int) -> list[TileTable]:
         """The same visible pairs as at most about `count` tables of about equal work, cut
-        between rows, so that a caller can do something else between them."""
+        between rows, so that a caller can do something else between them. They are kept: a plan
+        is run many times."""
+        if count not in self._portions:
+            self._portions[count] = self._cut_into(count)
+        return self._portions[count]
+
+    def _cut_into(self, count: int) -> list[TileTable]:
+        if count <= 1:
+            return [self]
         work = self.visible_pairs()
         total = int(work.sum())
-        if count <= 1 or total == 0:
+        if total == 0:
             return [self]
         quota = -(-total // count)
         parts = -(-work // quota)

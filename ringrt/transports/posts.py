@@ -35,11 +35,19 @@ class Post:
         self.done = True
 
 
+#: Up to so many bytes are copied without giving up the interpreter: they are across sooner than
+#: a thread that asks for it back would have it.
+_AT_ONCE = 1 << 16
+
+
 def copy_across(send: Post, recv: Post) -> None:
     """Both sides lie in this process."""
     sizes = send.data.nbytes, recv.data.nbytes
     if sizes[0] == sizes[1]:
-        np.copyto(recv.data, send.data)
+        if sizes[0] <= _AT_ONCE:
+            memoryview(recv.data)[:] = memoryview(send.data)
+        else:
+            np.copyto(recv.data, send.data)
         send.done = recv.done = True
     else:
         send.refuse(*sizes)
@@ -66,14 +74,34 @@ class Itself:
 
 
 @dataclass(slots=True)
-class Meeting:
-    """What is known of the ranks. `changed` guards it, and whatever they wait for."""
+class Standing:
+    """How the ranks stand."""
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
     #: Which rank failed first, and why.
     failure: tuple[int, str] | None = None
     #: Ranks that have left in good order.
     left: set[int] = field(default_factory=set)
+
+    def raise_if_failed(self, rank: int) -> None:
+        """Raise on behalf of `rank`: `PeerLost` if another has failed."""
+        if self.failure and self.failure[0] == rank:
+            raise TransportError(f"this ring was aborted by its rank {rank}: {self.failure[1]}")
+        if self.failure:
+            raise PeerLost(f"rank {self.failure[0]} failed: {self.failure[1]}")
+
+    def raise_if_lost(self, rank: int, waiting: set[int]) -> None:
+        """Raise on behalf of `rank`, which waits for some ranks: `PeerLost` if one has failed, or
+        one of those has left."""
+        self.raise_if_failed(rank)
+        if gone := waiting & self.left:
+            raise PeerLost(f"rank {rank} waits for {name_ranks(gone)}, gone from the ring")
+
+
+@dataclass(slots=True)
+class Meeting(Standing):
+    """Where ranks are waited for. `changed` guards it, and whatever they wait for."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def fail(self, rank: int, reason: str) -> None:
         """The first failure is kept; everyone who waits wakes up to it."""
@@ -87,22 +115,13 @@ class Meeting:
             self.left.add(rank)
             self.changed.notify_all()
 
-    def raise_if_failed(self, rank: int) -> None:
-        """Raise on behalf of `rank`: `PeerLost` if another has failed."""
-        if self.failure and self.failure[0] == rank:
-            raise TransportError(f"this ring was aborted by its rank {rank}: {self.failure[1]}")
-        if self.failure:
-            raise PeerLost(f"rank {self.failure[0]} failed: {self.failure[1]}")
-
     def wait_for(self, rank: int, peers: Callable[[], set[int]], timeout: float) -> set[int]:
         """Wait until there are no `peers` left to wait for; those that there are when the
         deadline passes. `PeerLost` if a rank has failed, or one of the peers has left."""
         deadline = time.monotonic() + timeout
         with self.changed:
             while waiting := peers():
-                self.raise_if_failed(rank)
-                if gone := waiting & self.left:
-                    raise PeerLost(f"rank {rank} waits for {name_ranks(gone)}, gone from the ring")
+                self.raise_if_lost(rank, waiting)
                 if not self.changed.wait(deadline - time.monotonic()):
                     return peers()
         return set()
@@ -130,14 +149,15 @@ class PostTicket:
 
     def progress(self) -> bool:
         """Whether all is across; nothing needs to be moved from here."""
-        if self._open():
-            self._waiter.poll()
+        if not self._open():
+            return True
+        self._waiter.poll()
         return not self._open()
 
     def wait(self, timeout: float) -> None:
         """Wait for the ranks that are behind."""
         rank = self._waiter.rank
-        if self._waiter.wait_for(self._peers, timeout):
+        if self._open() and self._waiter.wait_for(self._peers, timeout):
             pending = "; ".join(str(post) for post in self._open())
             raise ExchangeTimeout(
                 f"rank {rank} waited {timeout:g} s in ring step {self._step} to {pending}"

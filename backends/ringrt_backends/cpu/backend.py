@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
-
 from ringrt.backend import Stream
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
@@ -19,21 +17,24 @@ from ringrt_backends.cpu.tiled_forward import TiledForward, TiledState
 from ringrt_backends.cpu.warm import compile_drivers
 from ringrt_backends.cpu.workers import Workers
 
+#: With this and `layout.ORDINARY` numbers, no score is beyond float32.
+_LARGEST_FACTOR = 1e6
+
 
 class CpuBackend:
-    """See `ringrt.backend.Backend`. `threads` workers of its own; one runs in the caller. The
-    compiled tiles are those of `machine`, by default of this one."""
+    """See `ringrt.backend.Backend`. `threads` workers of its own; one runs in the caller. Tiles
+    are compiled for `machine`; None takes the plain path throughout."""
 
     backward = True
     needs_out = False
 
-    def __init__(self, threads: int, machine: Machine | None = None) -> None:
+    def __init__(self, threads: int, machine: Machine | None) -> None:
         self._workers = Workers(threads)
         self._plain = Plain(self._workers)
-        self.machine = machine or code_in_use()[0]
-        if self.machine is not None:
-            self._forward = TiledForward(self.machine, self._workers)
-            self._backward = TiledBackward(self.machine, self._workers)
+        self.machine = machine
+        if machine is not None:
+            self._forward = TiledForward(machine, self._workers)
+            self._backward = TiledBackward(machine, self._workers)
 
     @property
     def native_bfloat16(self) -> bool:
@@ -53,7 +54,7 @@ class CpuBackend:
 
     def prepare(self, problem: Problem) -> None:
         """Compile the kernels for the problem's heads and dtype."""
-        if not self._tiled(problem):
+        if self.machine is None or not self._tiled(problem):
             self._plain.prepare(problem)
             return
         compile_drivers(self.machine)
@@ -131,10 +132,11 @@ class CpuBackend:
         self._workers.close()
 
     def _tiled(self, problem: Problem) -> bool:
-        """Whether the compiled tiles are for this problem: not for float64, nor for scales that
-        are 0 or all but beyond float32."""
-        usual = np.finfo(np.float32).tiny < abs(problem.scale) < 1e30
-        return self.machine is not None and problem.dtype != "float64" and bool(usual)
+        """Whether the compiled tiles are for this problem: not for float64, nor for factors of
+        the scores that are 0 or no usual float32."""
+        factors = (abs(problem.scale), problem.softcap or 1.0)
+        usual = all(1e-30 < factor < _LARGEST_FACTOR for factor in factors)
+        return self.machine is not None and problem.dtype != "float64" and usual
 
 
 @cache

@@ -8,72 +8,59 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
-from ringrt_backends.cpu.calls import base, call, take
-from ringrt_backends.cpu.careful import absorb_backward_block
+from ringrt_backends.cpu.calls import base, call, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
 from ringrt_backends.cpu.pack import columns, read_row
-from ringrt_backends.cpu.spans import full_range, number_of, panel_range, set_spans, set_unions
-
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+from ringrt_backends.cpu.spans import full_range, panel_range, set_spans, set_unions
 
 #: Bytes of a row of weights in fp32.
 _ROW = (SQUARE + SKEW) * 4
 
 
 class Rows(NamedTuple):
-    """What belongs to the queries, packed once a pass: q and dout as panels that are summed over
-    columns `[lanes, panels, depth, panel]` and over rows `[lanes, panels, rows, panel]` (half the
-    rows, in pairs), their peaks `[lanes, blocks]`; per row `[lanes, rows]` lse in units, as the
-    sum of two float32, and delta; a block's largest delta `[lanes, blocks]`."""
+    """What belongs to the queries, packed once a pass: addresses of q and dout as panels that are
+    summed over columns `[lanes, panels, depth, panel]` and over rows `[lanes, panels, rows,
+    panel]` (half the rows, in pairs); of lse in units, as the sum of two float32, and delta
+    `[lanes, rows]`. `ordinary` `[lanes, blocks]`; see `layout.ORDINARY`."""
 
-    q: Any
-    q_columns: Any
-    q_peaks: Any
-    dout: Any
-    dout_columns: Any
-    dout_peaks: Any
-    lse: Any
-    rest: Any
-    delta: Any
-    delta_peaks: Any
-
-
-class Exact(NamedTuple):
-    """The same for the careful path: lse and delta `[lanes, rows]` float64, scale and softcap."""
-
-    lse: Any
-    delta: Any
-    scale: float
-    softcap: float
+    q: int
+    q_columns: int
+    dout: int
+    dout_columns: int
+    lse: int
+    rest: int
+    delta: int
+    rows: int
+    ordinary: Any
 
 
 class Block(NamedTuple):
-    """A block of keys, of one thread: K and V as rows `[keys, depth]` and K as panels `[panels,
-    keys, panel]`, dk and dv `[keys, row]` float64, and their peaks uint32 (K's, V's)."""
+    """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]` and K as panels
+    `[panels, k_rows, panel]`; dk and dv `[keys, row]` float64; scratch for two rows, and the
+    peaks of K and V."""
 
-    k: Any
-    v: Any
-    k_columns: Any
+    k: int
+    v: int
+    k_columns: int
+    k_rows: int
     dk: Any
     dv: Any
+    pair: Any
     peaks: Any
 
 
 class Scratch(NamedTuple):
-    """Of one thread: a row of K or V twice, weights P and their gradients dS `[keys, row]` with
-    keys as rows (in fp32, or bf16 in the memory of fp32), dS by pairs of keys, one tile of P and of slopes, and the
-    spans of a block's queries with their unions over groups of rows."""
+    """Of one thread: addresses of weights P and their gradients dS `[keys, row]` with keys as rows
+    (fp32, or bf16 in its place), of dS by pairs of keys, and of a tile of P and of slopes; the
+    spans of a block's queries, and their unions over groups of rows."""
 
-    one: Any
-    two: Any
-    p: Any
-    ds: Any
-    by_key: Any
-    tile: Any
-    slope: Any
+    p: int
+    ds: int
+    by_key: int
+    tile: int
+    slope: int
     first: Any
     last: Any
     low: Any
@@ -81,9 +68,10 @@ class Scratch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A shard: tiles cut at blocks of rows (see `tiled.Blocks`), blocks of queries [from_block,
-    to_block), keys [begin, end), in how many `parts` the blocks of keys are dealt out, query heads
-    a KV head, and the batch and heads of dk and dv."""
+    """A shard: tiles cut at blocks of rows (see `layout.Blocks`), blocks of queries [from_block,
+    to_block), keys [begin, end), in how many `parts` the blocks of keys are dealt out, and query
+    heads a KV head. dq's address, `[parts, lanes, dq_rows, row]` float64 from the first block on.
+    `left_out` `[KV lanes, blocks of keys]` is set for what is not ordinary."""
 
     starts: Any
     table: Any
@@ -93,175 +81,165 @@ class Work(NamedTuple):
     end: int
     parts: int
     group: int
+    dq: int
+    dq_rows: int
+    lanes: int
+    left_out: Any
 
 
-class Factors(NamedTuple):
-    """Exponents are `scale` · product in units, or `scale` · tanh(`cap` · product); products are
-    safe below `limit`."""
+class Source(NamedTuple):
+    """K and V of the shard (see `pack.Source`), the order of K's columns `[KV lanes, depth]`, and
+    the largest peak that is ordinary."""
 
-    scale: np.float32
-    cap: np.float32
-    limit: float
+    k: Any
+    v: Any
+    orders: int
+    ordinary: np.float32
 
 
-@_jit
-def absorb(control, tasks, shape, at, factors, exact, work, rows, k, v, orders, dk, dv, dq, block, scratch):  # type: ignore[no-untyped-def]
+@driver
+def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, block, scratch):  # type: ignore[no-untyped-def]
     """Add the gradients of the tiles, task by task until there are none left. A task is (KV lane,
-    part). dk and dv `[batch, keys, heads, dim]` float32; dq `[parts, lanes, rows, row]`, of the
-    rows of the first block on."""
-    keys_of_all = range(work.begin, work.end, SQUARE)
+    part). dk and dv `[batch, keys, heads, dim]` float32, dk times `scale`."""
+    blocks = -(-(work.end - work.begin) // SQUARE)
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
             return
         lane, part = tasks[task]
-        for number in range(part, len(keys_of_all), work.parts):
+        for number in range(part, blocks, work.parts):
             if control[1] != 0:
                 return
             begin = work.begin + number * SQUARE
             end = min(begin + SQUARE, work.end)
-            _pack_block(shape, k, v, orders, lane, begin, end, block, scratch)
+            _pack_block(shape, source, lane, begin, end, block)
+            if not (block.peaks[0] <= source.ordinary and block.peaks[1] <= source.ordinary):
+                work.left_out[lane, number] = 1
+                continue
             for head in range(lane * work.group, lane * work.group + work.group):
-                for q_block in range(work.from_block, work.to_block):
-                    for index in range(work.starts[q_block], work.starts[q_block + 1]):
-                        tile = work.table[index]
-                        if tile[2] < end and tile[3] > begin:
-                            row = (q_block - work.from_block) * SQUARE
-                            to = dq[part, head, row : row + SQUARE]
-                            _absorb_tile(
-                                shape, at, factors, exact, tile, head, q_block, begin, end,
-                                rows, to, block, scratch,
-                            )  # fmt: skip
-            _add_block(shape, k.heads, lane, begin, end, exact.scale, dk, dv, block)
+                dq = work.dq + (part * work.lanes + head) * work.dq_rows * shape.row * 8
+                _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scratch)
+            batch, head = lane // source.k.heads, lane % source.k.heads
+            _add(dk[batch, begin:end, head], block.dk, scale)
+            _add(dv[batch, begin:end, head], block.dv, 1.0)
 
 
-@_jit
-def _pack_block(shape, k, v, orders, lane, begin, end, block, scratch):  # type: ignore[no-untyped-def]
+@inner
+def _add(total, part, scale):  # type: ignore[no-untyped-def]
+    for row in range(total.shape[0]):
+        for d in range(total.shape[1]):
+            total[row, d] += part[row, d] * scale
+
+
+@inner
+def _pack_block(shape, source, lane, begin, end, block):  # type: ignore[no-untyped-def]
+    """Pack a block of keys, and set its dk and dv to 0. The rows after it, over which a tile may
+    reach, need only be numbers: of an earlier block, or 0."""
     block.peaks[:] = 0
-    k_peak, v_peak = base(block.peaks), base(block.peaks) + 4
-    one = base(scratch.one)
-    scratch.one[:] = 0
-    order = base(orders) + lane * shape.depth * 8
+    k_peak = base(block.peaks)
+    one, order = base(block.pair), source.orders + lane * shape.depth * 8
     for row in range(end - begin):
-        to = base(block.v) + row * shape.value_depth * 4
-        read_row(v, lane, begin + row, to, v_peak)
-        read_row(k, lane, begin + row, one, k_peak)
-        to = base(block.k) + row * shape.depth * 4
-        call(k.reorder, (one, to, order, shape.depth))
-    # A tile of rows may reach over the end.
-    block.k[end - begin :] = 0
-    block.v[end - begin :] = 0
-    zero = np.uint32(0)
-    columns(k, lane, begin, 0, end - begin, zero, scratch.one, scratch.two, block.k_columns, k_peak)
+        read_row(source.v, lane, begin + row, block.v + row * shape.value_depth * 4, k_peak + 4)
+        read_row(source.k, lane, begin + row, one, k_peak)
+        call(source.k.reorder, (one, block.k + row * shape.depth * 4, order, shape.depth))
+    stride = block.k_rows * shape.panel
+    columns(
+        source.k, lane, begin, 0, end - begin, np.uint32(0), block.pair, shape.panels, stride,
+        shape.panel, block.k_columns, k_peak,
+    )  # fmt: skip
     block.dk[:] = 0
     block.dv[:] = 0
 
 
-@_jit
-def _add_block(shape, heads, lane, begin, end, scale, dk, dv, block):  # type: ignore[no-untyped-def]
-    batch, head = lane // heads, lane % heads
-    for row in range(end - begin):
-        for d in range(shape.dim):
-            dk[batch, begin + row, head, d] += block.dk[row, d] * scale
-        for d in range(shape.value_dim):
-            dv[batch, begin + row, head, d] += block.dv[row, d]
+@inner
+def _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scratch):  # type: ignore[no-untyped-def]
+    """All blocks of one head's queries against one block of keys."""
+    for q_block in range(work.from_block, work.to_block):
+        if not rows.ordinary[head, q_block]:
+            continue
+        to = dq + (q_block - work.from_block) * SQUARE * shape.row * 8
+        for index in range(work.starts[q_block], work.starts[q_block + 1]):
+            tile = work.table[index]
+            if tile[2] < end and tile[3] > begin:
+                _absorb_tile(
+                    shape, at, units, tile, head, q_block * SQUARE, begin, end, to, rows, block,
+                    scratch,
+                )  # fmt: skip
 
 
-@_jit
-def _absorb_tile(shape, at, factors, exact, tile, lane, q_block, begin, end, rows, dq, block, scratch):  # type: ignore[no-untyped-def]
-    q0 = q_block * SQUARE
+@inner
+def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, scratch):  # type: ignore[no-untyped-def]
     low, high = set_spans(tile, q0, begin, end, scratch.first, scratch.last)
     if low >= high:
-        return
-    q_peak, dout_peak = number_of(rows.q_peaks[lane, q_block]), number_of(rows.dout_peaks[lane, q_block])
-    peaks = block.peaks.view(np.float32)
-    k_peak, v_peak = number_of(peaks[0]), number_of(peaks[1])
-    change = dout_peak * v_peak * shape.value_dim + number_of(rows.delta_peaks[lane, q_block])
-    largest = max(q_peak * k_peak, max(change, dout_peak) * max(q_peak, k_peak, 1.0))
-    if not largest < factors.limit:
-        absorb_backward_block(
-            shape, exact, tile, lane, q0, SQUARE, begin, end - begin, block, rows, dq
-        )
         return
     set_unions(scratch.first, scratch.last, shape.rows, scratch.low, scratch.high)
     for panel in range(SQUARE // shape.panel):
         bottom, top = panel_range(panel, shape, scratch.low, scratch.high, 0, end - begin)
         if bottom < top:
             bottom = bottom // shape.rows * shape.rows
-            _weigh(shape, at, factors, lane, q0, panel, bottom, top, rows, block, scratch)
-    _add_keys(shape, at, tile, lane, q0, begin, end, rows, block, scratch)
+            _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
+    at_rows = lane * shape.value_panels * rows.rows * shape.panel * 4
+    if shape.pairs:
+        at_rows //= 2
+    _add_keys(
+        shape, at[7], at[8], scratch.p, rows.dout_columns + at_rows, shape.value_panels,
+        shape.value_row, base(block.dv), tile, q0, begin, end, rows.rows,
+    )  # fmt: skip
+    at_rows = lane * shape.panels * rows.rows * shape.panel * 4
+    if shape.pairs:
+        at_rows //= 2
+    _add_keys(
+        shape, at[3], at[4], scratch.ds, rows.q_columns + at_rows, shape.panels,
+        shape.row, base(block.dk), tile, q0, begin, end, rows.rows,
+    )  # fmt: skip
     _add_queries(shape, at, dq, end - begin, block, scratch)
 
 
-@_jit
-def _weigh(shape, at, factors, lane, q0, panel, bottom, top, rows, block, scratch):  # type: ignore[no-untyped-def]
+@inner
+def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch):  # type: ignore[no-untyped-def]
     """P and dS of one panel of queries and the keys [bottom, top)."""
     column = panel * shape.panel
     full_from, full_to = full_range(panel, shape, scratch.first, scratch.last)
-    at_panel = q0 // shape.panel + panel
-    q = base(rows.q) + (lane * rows.q.shape[1] + at_panel) * shape.depth * shape.panel * 4
-    dout = base(rows.dout) + (lane * rows.dout.shape[1] + at_panel) * shape.value_depth * shape.panel * 4
-    at_row = (lane * rows.lse.shape[1] + q0 + column) * 4
-    lse, rest, delta = base(rows.lse) + at_row, base(rows.rest) + at_row, base(rows.delta) + at_row
+    at_panel = (lane * rows.rows + q0 + column) * 4
+    q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
+    lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
     size = 2 if shape.pairs else 4
     for key in range(bottom, top, shape.rows):
-        k = base(block.k) + key * shape.depth * 4
-        v = base(block.v) + key * shape.value_depth * 4
+        k, v = block.k + key * shape.depth * 4, block.v + key * shape.value_depth * 4
         to = (key * (SQUARE + SKEW) + column) * size
-        narrow = base(scratch.p) + to
-        p = base(scratch.tile) if shape.pairs else narrow
-        slope = base(scratch.slope)
-        full = full_from <= key and key + shape.rows <= full_to
-        if factors.cap > 0 and full:
-            call(at[0], (k, q, p, narrow, factors.scale, lse, rest, factors.cap, slope))
-        elif factors.cap > 0:
-            call(at[1], (k, q, p, narrow, factors.scale, lse, rest, factors.cap, slope, first, last, key))
-        elif full:
-            call(at[0], (k, q, p, narrow, factors.scale, lse, rest))
+        narrow, ds = scratch.p + to, scratch.ds + to
+        p = scratch.tile if shape.pairs else narrow
+        by_key = scratch.by_key + key // 2 * _ROW + column * 4
+        common = (k, q, p, narrow, units.scale, lse, rest, units.cap, scratch.slope)
+        if full_from <= key and key + shape.rows <= full_to:
+            call(at[0], common)
         else:
-            call(at[1], (k, q, p, narrow, factors.scale, lse, rest, first, last, key))
-        ds = base(scratch.ds) + to
-        by_key = base(scratch.by_key) + key // 2 * _ROW + column * 4
-        if factors.cap > 0:
-            call(at[2], (v, dout, ds, p, delta, by_key, slope))
-        else:
-            call(at[2], (v, dout, ds, p, delta, by_key))
+            call(at[1], (*common, first, last, key))
+        call(at[2], (v, dout, ds, p, delta, by_key, scratch.slope))
 
 
-@_jit
-def _add_keys(shape, at, tile, lane, q0, begin, end, rows, block, scratch):  # type: ignore[no-untyped-def]
-    """dv += Pᵀ dO and dk += dSᵀ Q, for each group of rows of keys over the queries that see it."""
+@inner
+def _add_keys(shape, wide, narrow, a, b, count, width, c, tile, q0, begin, end, b_rows):  # type: ignore[no-untyped-def]
+    """dv += Pᵀ dO, or dk += dSᵀ Q: for each group of rows of keys over the queries that see it. The
+    function is `wide` or, for half a panel, `narrow`; of B there are `count` panels of `b_rows`
+    rows, of C rows of `width`."""
     each = 2 if shape.pairs else 1
-    row_bytes = _ROW // each
-    q_rows, dout_rows = rows.q_columns.shape[2], rows.dout_columns.shape[2]
-    for values in (True, False):
-        count, width = (shape.value_panels, shape.value_row) if values else (shape.panels, shape.row)
-        a = base(scratch.p) if values else base(scratch.ds)
-        panel_rows = dout_rows if values else q_rows
-        b = base(rows.dout_columns) if values else base(rows.q_columns)
-        b += lane * count * panel_rows * shape.panel * 4
-        c = base(block.dv) if values else base(block.dk)
-        for column in range(count):
-            narrow = column * shape.panel + shape.panel > width
-            function = at[(8 if narrow else 7) if values else (4 if narrow else 3)]
-            for key in range(0, end - begin, shape.rows):
-                bottom, top = _rows_that_see(tile, q0, begin + key, min(begin + key + shape.rows, end))
-                bottom, top = bottom // each, (top + each - 1) // each
-                if bottom >= top:
-                    continue
-                call(
-                    function,
-                    (
-                        a + key * row_bytes + bottom * 4,
-                        b + (column * panel_rows + q0 // each + bottom) * shape.panel * 4,
-                        c + (key * width + column * shape.panel) * 8,
-                        top - bottom,
-                    ),
-                )
+    panel_bytes = b_rows // each * shape.panel * 4
+    for column in range(count):
+        function = narrow if column * shape.panel + shape.panel > width else wide
+        for key in range(0, end - begin, shape.rows):
+            last_key = min(begin + key + shape.rows, end)
+            bottom, top = _rows_that_see(tile, q0, begin + key, last_key)
+            bottom, top = bottom // each, (top + each - 1) // each
+            if bottom < top:
+                from_a = a + key * (_ROW // each) + bottom * 4
+                from_b = b + column * panel_bytes + (q0 // each + bottom) * shape.panel * 4
+                to = c + (key * width + column * shape.panel) * 8
+                call(function, (from_a, from_b, to, top - bottom))
 
 
-@_jit
+@inner
 def _rows_that_see(tile, q0, begin, end):  # type: ignore[no-untyped-def]
     """The queries, counted from q0, that see any of the keys [begin, end) in a band tile. Row a
     of it sees key j where j + lower <= a <= j + upper."""
@@ -273,33 +251,28 @@ def _rows_that_see(tile, q0, begin, end):  # type: ignore[no-untyped-def]
     return max(0, first + row0 - q0), min(SQUARE, last + row0 - q0)
 
 
-@_jit
+@inner
 def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untyped-def]
     """dq += dS K, for each group of rows of queries over the keys that it sees."""
     each = 2 if shape.pairs else 1
-    ds = base(scratch.by_key) if shape.pairs else base(scratch.ds)
-    k_rows = block.k_columns.shape[1]
+    ds = scratch.by_key if shape.pairs else scratch.ds
     for column in range(shape.panels):
-        function = at[6 if column * shape.panel + shape.panel > shape.row else 5]
+        function = at[6] if column * shape.panel + shape.panel > shape.row else at[5]
+        panel = block.k_columns + column * block.k_rows * shape.panel * 4
         for group in range(len(scratch.low)):
             bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)
             bottom, top = bottom // each, (top + each - 1) // each
-            if bottom >= top:
-                continue
-            call(
-                function,
-                (
-                    ds + bottom * _ROW + group * shape.rows * 4,
-                    base(block.k_columns) + (column * k_rows + bottom) * shape.panel * 4,
-                    base(dq) + (group * shape.rows * shape.row + column * shape.panel) * 8,
-                    top - bottom,
-                ),
-            )
+            if bottom < top:
+                row = group * shape.rows
+                a, b = ds + bottom * _ROW + row * 4, panel + bottom * shape.panel * 4
+                c = dq + (row * shape.row + column * shape.panel) * 8
+                call(function, (a, b, c, top - bottom))
 
 
-@_jit
-def finish(control, tasks, shape, scale, rounding, rows, dq, heads, out):  # type: ignore[no-untyped-def]
-    """dq as `[batch, rows, heads, dim]`, by the function at `rounding`. A task is (lane, block)."""
+@driver
+def finish(control, tasks, shape, scale, rounding, rows, dq, dq_rows, heads, out, row_bytes):  # type: ignore[no-untyped-def]
+    """scale · dq as `[batch, rows, heads, dim]` at the address out, by the function at `rounding`;
+    dq at its address `[lanes, dq_rows, row]`. A task is (lane, block)."""
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
@@ -307,6 +280,6 @@ def finish(control, tasks, shape, scale, rounding, rows, dq, heads, out):  # typ
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
         for i in range(block * SQUARE, min(block * SQUARE + SQUARE, rows)):
-            source = base(dq) + (lane * dq.shape[1] + i) * shape.row * 8
-            target = base(out) + ((batch * rows + i) * heads + head) * out.strides[2]
+            source = dq + (lane * dq_rows + i) * shape.row * 8
+            target = out + ((batch * rows + i) * heads + head) * row_bytes
             call(rounding, (source, target, shape.dim, scale))

@@ -21,18 +21,19 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, p, narrow, scale, lse, rest[, cap, slope][, first, last, row]):
+    """Emit name(a, b, p, narrow, scale, lse, rest, cap, slope[, first, last, row]):
 
         P = 2^(scale·A·B − lse − rest)
 
-    for rows of keys, 0 where masked; lse as the sum of two float32 a column. With a cap
-    t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². With `pairs`, P goes to `narrow` as
+    for rows of keys, 0 where masked; lse as the sum of two float32 a column. If
+    `capped` t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². With `pairs`, P goes to `narrow` as
     well, in bf16: p is then one tile, and narrow has rows of `p_row` bf16.
     """
-    extra = ({"cap": F32, "slope": PTR} if capped else {}) | (SPAN if masked else {})
+    extra = SPAN if masked else {}
     body = Body(
-        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, scale=F32, lse=PTR, rest=PTR, **extra
-    )
+        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, scale=F32, lse=PTR, rest=PTR,
+        cap=F32, slope=PTR, **extra,
+    )  # fmt: skip
     build, args, width = body.build, body.args, body.width
     tile = product(body, args["a"], args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
     row_step = machine.panel if pairs else p_row
@@ -67,10 +68,11 @@ def dscore(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, ds, p, delta[, slope], by_key): dS = P·(A·B − delta)[·slope] for rows of
-    keys. With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys."""
-    extra = {"slope": PTR} if capped else {}
-    body = Body(module, machine, name, a=PTR, b=PTR, ds=PTR, p=PTR, delta=PTR, by_key=PTR, **extra)
+    """Emit name(a, b, ds, p, delta, by_key, slope): dS = P·(A·B − delta), times slope if `capped`,
+    for rows of keys. With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys."""
+    body = Body(
+        module, machine, name, a=PTR, b=PTR, ds=PTR, p=PTR, delta=PTR, by_key=PTR, slope=PTR
+    )
     build, args, width = body.build, body.args, body.width
     tile = product(body, args["a"], args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
     row_step = machine.panel if pairs else p_row

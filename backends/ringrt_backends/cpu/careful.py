@@ -1,139 +1,143 @@
-"""Blocks that the compiled kernels are not for: where products may overflow float32, or where
-there is NaN or inf, which must not reach a row that does not see it. Such a block is unpacked
-and given to the plain kernels, which touch nothing but what is seen. Slow, and rare."""
+"""Blocks that the compiled kernels are not for: with NaN or inf, which must not reach a row that
+does not see it, or with numbers so large that products overflow float32. The reference backend
+takes them, in float64, head by head: slow, and rare."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, replace
 
-import numba
 import numpy as np
 
-from ringrt_backends.cpu.plain_kernel import BLOCK, absorb, absorb_backward
+from ringrt.plan.partition import Array
+from ringrt.plan.problem import Problem
+from ringrt.plan.tiles import TileTable, trim
+from ringrt.softmax_state import SoftmaxState
+from ringrt_backends.cpu.layout import Blocks
+from ringrt_backends.reference import ReferenceBackend, ReferenceGrads, ReferenceState
 
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
-
-#: The largest and smallest number that m may be as float32.
-_RANGE = float(np.finfo(np.float32).max)
-
-
-@_jit
-def to_floats(words, pairs, out):  # type: ignore[no-untyped-def]
-    """A packed row of K, or a column of a panel, as fp32."""
-    for d in range(len(out)):
-        if pairs:
-            word = words[d // 2]
-            bits = word & np.uint32(0xFFFF0000) if d % 2 else word << np.uint32(16)
-        else:
-            bits = words[d]
-        out[d] = np.uint32(bits)
+_REFERENCE = ReferenceBackend()
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-@_jit
-def rows_of(packed, shape, begin, end, dim):  # type: ignore[no-untyped-def]
-    """Rows [begin, end) of operands A `[rows, depth]`, fp32 `[rows, dim]`."""
-    out = np.zeros((end - begin, dim), np.uint32)
-    for i in range(begin, end):
-        to_floats(packed[i], shape.pairs, out[i - begin])
-    return out.view(np.float32)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """K and V of a shard, its tiles cut at blocks of `size` rows, and the keys [begin, end) that
+    are at hand, in parts of `part` keys of which `ordinary` `[KV lanes, parts]` says what they
+    are. KV lane n of these is the shard's `first_lane` + n."""
+
+    k: Array
+    v: Array
+    blocks: Blocks
+    size: int
+    begin: int
+    end: int
+    part: int
+    ordinary: Array
+    first_lane: int = 0
+
+    def all_ordinary(self, q_ordinary: Array) -> bool:
+        """Whether nothing is left out."""
+        return bool(q_ordinary.all() and self.ordinary.all())
+
+    def head(self, lane: int, problem: Problem) -> tuple[Array, Array, Array]:
+        """K and V of a KV lane, `[1, keys, 1, dim]`, and its parts."""
+        batch, head = divmod(lane, problem.kv_heads)
+        k, v = (x[batch : batch + 1, :, head : head + 1] for x in (self.k, self.v))
+        return k, v, self.ordinary[lane - self.first_lane].astype(bool)
+
+    def tiles(self, block: int, begin: int, end: int) -> TileTable:
+        """What a block of rows sees of the keys [begin, end), rows counted from its first."""
+        table = self.blocks.table[self.blocks.starts[block] : self.blocks.starts[block + 1]].copy()
+        first, last = np.maximum(table[:, 2], begin), np.minimum(table[:, 3], end)
+        # The band is counted from a tile's first key.
+        table[:, 4:] += np.where(abs(table[:, 4:]) < 1 << 60, (first - table[:, 2])[:, None], 0)
+        table[:, 2], table[:, 3] = first, last
+        table[:, :2] -= block * self.size
+        return TileTable(trim(table))
+
+    def touched(self, block: int, ordinary: Array) -> TileTable:
+        """The same for the tiles that touch any key which is not ordinary: all of each."""
+        kept = []
+        for index in range(self.blocks.starts[block], self.blocks.starts[block + 1]):
+            _, _, k0, k1, _, _ = self.blocks.table[index]
+            first, last = max(k0 - self.begin, 0), min(k1, self.end) - self.begin
+            kept.append(not ordinary[first // self.part : -(-last // self.part)].all())
+        only = replace(self.blocks, table=self.blocks.table.copy())
+        gone = np.flatnonzero(~np.array(kept, bool)) + self.blocks.starts[block]
+        only.table[gone, 3] = only.table[gone, 2]
+        return replace(self, blocks=only).tiles(block, self.begin, self.end)
 
 
-@_jit
-def turned_rows(panels, shape, begin, end, dim):  # type: ignore[no-untyped-def]
-    """Rows [begin, end) of transposed panels `[panels, depth, panel]`, fp32 `[rows, dim]`."""
-    out = np.zeros((end - begin, dim), np.uint32)
-    for i in range(begin, end):
-        to_floats(panels[i // shape.panel, :, i % shape.panel], shape.pairs, out[i - begin])
-    return out.view(np.float32)
-
-
-@_jit
-def column_rows(panels, shape, begin, end, dim):  # type: ignore[no-untyped-def]
-    """Rows [begin, end) of column panels `[panels, rows, panel]`, fp32 `[rows, dim]`."""
-    out = np.zeros((end - begin, dim), np.uint32)
-    for i in range(begin, end):
-        for d in range(dim):
-            p, j = d // shape.panel, d % shape.panel
-            if shape.pairs:
-                word = panels[p, i // 2, j]
-                out[i - begin, d] = word & np.uint32(0xFFFF0000) if i % 2 else word << np.uint32(16)
+def absorb(
+    shard: Shard, problem: Problem, unit: float, q: Array, q_ordinary: Array, state: SoftmaxState
+) -> None:
+    """Absorb what the forward driver left out. The state is `[lanes, rows]`, m in units, and y
+    `[lanes, rows, >= value_dim]`."""
+    if shard.all_ordinary(q_ordinary):
+        return
+    single = replace(problem, batch=1, q_heads=1, kv_heads=1)
+    group, lanes = problem.group, len(shard.ordinary)
+    for lane in range(shard.first_lane * group, (shard.first_lane + lanes) * group):
+        k, v, ordinary = shard.head(lane // group, problem)
+        batch, head = divmod(lane, problem.q_heads)
+        for block in shard.blocks.order:
+            if q_ordinary[lane, block] and ordinary.all():
+                continue
+            if q_ordinary[lane, block]:
+                tiles = shard.touched(block, ordinary)
             else:
-                out[i - begin, d] = panels[p, i, j]
-    return out.view(np.float32)
+                tiles = shard.tiles(block, shard.begin, shard.end)
+            rows = slice(block * shard.size, min((block + 1) * shard.size, q.shape[1]))
+            wide = q[batch, rows, head].astype(np.float64)[None, None]
+            part = (x[None, None, lane, rows] for x in (state.m, state.z, state.y))
+            _absorb_rows(wide, k, v, tiles, single, unit, SoftmaxState(*part))
 
 
-@_jit
-def blocked(x):  # type: ignore[no-untyped-def]
-    """`[keys, dim]` as `[blocks, dim, BLOCK]`, as the plain kernels take K."""
-    keys, dim = x.shape
-    panels = np.zeros((-(-keys // BLOCK), dim, BLOCK), x.dtype)
-    for j in range(keys):
-        for d in range(dim):
-            panels[j // BLOCK, d, j % BLOCK] = x[j, d]
-    return panels
+def _absorb_rows(
+    q: Array, k: Array, v: Array, tiles: TileTable, problem: Problem, unit: float, part: SoftmaxState
+) -> None:
+    """Some rows of one head. Their maximum is put back in units, as a float32 number if it is
+    within their range, for that is what the compiled kernels subtract."""
+    y = part.y[..., : problem.value_dim]
+    with np.errstate(invalid="ignore", over="ignore"):
+        natural = SoftmaxState(part.m * unit, part.z.copy(), y.copy())
+        _REFERENCE.accumulate(ReferenceState(q, problem, natural), k, v, tiles)
+        exact = natural.m / unit
+        near = np.where(abs(exact) <= _FLOAT32_MAX, exact.astype(np.float32), exact)
+        factor = np.where(exact == near, 1.0, np.exp((exact - near) * unit))
+        part.m[...], part.z[...] = near, natural.z * factor
+        y[...] = natural.y * factor[..., None]
 
 
-@_jit
-def cut(tile, row0, row1, key0, key1):  # type: ignore[no-untyped-def]
-    """The part of a band tile in rows [row0, row1) and keys [key0, key1): its ranges, and the
-    band counted from their beginnings."""
-    a, b = max(tile[0], row0), min(tile[1], row1)
-    c, d = max(tile[2], key0), min(tile[3], key1)
-    shift = (a - tile[0]) - (c - tile[2])
-    return a, b, c, d, tile[4] - shift, tile[5] - shift
-
-
-@_jit
-def absorb_block(shape, scores, tile, lane, slot, q0, rows, begin, end, keys, queries):  # type: ignore[no-untyped-def]
-    """As `ringrt_backends.cpu.forward` absorbs a block, for one tile of it."""
-    first = keys.begin
-    r0, r1, c0, c1, lower, upper = cut(tile, q0, q0 + rows, first + begin, first + end)
-    if r0 >= r1 or c0 >= c1:
+def absorb_backward(
+    shard: Shard,
+    problem: Problem,
+    q_ordinary: Array,
+    rows_of_all: tuple[Array, Array, Array, Array],
+    dq: Array,
+    dk: Array,
+    dv: Array,
+) -> None:
+    """Add the gradients that the backward driver left out. `rows_of_all`: q and dout as given, lse
+    and delta `[lanes, rows]` float64; dq `[lanes, rows, >= head_dim]`, without the scale."""
+    if shard.all_ordinary(q_ordinary):
         return
-    q = turned_rows(queries.q[lane], shape, r0, r1, shape.dim)
-    k = rows_of(keys.k[slot], shape, c0 - first, c1 - first, shape.dim)
-    v = column_rows(keys.v[slot], shape, c0 - first, c1 - first, shape.value_dim)
-    m, z = queries.m[lane, r0:r1] * scores.unit, queries.z[lane, r0:r1].copy()
-    y = queries.y[lane, r0:r1, : shape.value_dim].copy()
-    absorb(q, blocked(k), v, m, z, y, lower, upper, scores.product_scale, scores.softcap)
-    for i in range(r1 - r0):
-        _put_back(queries, lane, r0 + i, m[i], z[i], y[i], scores.unit)
-
-
-@_jit
-def _put_back(queries, lane, row, m, z, y, unit):  # type: ignore[no-untyped-def]
-    """The state of a row, its maximum again in units, and a float32 number if it can be."""
-    new, factor = m / unit, 1.0
-    if abs(new) <= _RANGE:
-        new = np.float64(np.float32(new))
-        factor = math.exp(m - new * unit)
-    queries.m[lane, row], queries.z[lane, row] = new, z * factor
-    for d in range(len(y)):
-        queries.y[lane, row, d] = y[d] * factor
-
-
-@_jit
-def absorb_backward_block(shape, exact, tile, lane, q0, rows, key0, keys, block, packed, dq):  # type: ignore[no-untyped-def]
-    """As `ringrt_backends.cpu.backward` adds the gradients of a block of queries and keys, for one
-    tile of it."""
-    r0, r1, c0, c1, lower, upper = cut(tile, q0, q0 + rows, key0, key0 + keys)
-    if r0 >= r1 or c0 >= c1:
-        return
-    q = column_rows(packed.q_columns[lane], shape, r0, r1, shape.dim)
-    dout = column_rows(packed.dout_columns[lane], shape, r0, r1, shape.value_dim)
-    k = column_rows(block.k_columns, shape, c0 - key0, c1 - key0, shape.dim)
-    v = rows_of(block.v, shape, c0 - key0, c1 - key0, shape.value_dim)
-    dq_part, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    absorb_backward(
-        q, dout, exact.lse[lane, r0:r1], exact.delta[lane, r0:r1], dq_part, k, v,
-        blocked(k), blocked(v), dk, dv, lower, upper, exact.scale, exact.softcap,
-    )  # fmt: skip
-    # The scale is multiplied in at the end.
-    for d in range(shape.dim):
-        for i in range(r1 - r0):
-            dq[r0 - q0 + i, d] += dq_part[i, d] / exact.scale
-        for j in range(c1 - c0):
-            block.dk[c0 - key0 + j, d] += dk[j, d] / exact.scale
-    for j in range(c1 - c0):
-        for d in range(shape.value_dim):
-            block.dv[c0 - key0 + j, d] += dv[j, d]
+    single, group = replace(problem, batch=1, q_heads=1, kv_heads=1), problem.group
+    for lane, block in np.ndindex(q_ordinary.shape):
+        k, v, ordinary = shard.head(lane // group, problem)
+        batch, head = divmod(lane, problem.q_heads)
+        rows = slice(block * shard.size, (block + 1) * shard.size)
+        part = [x[batch, rows, head].astype(np.float64)[None, None] for x in rows_of_all[:2]]
+        part += [x[None, None, lane, rows] for x in rows_of_all[2:]]
+        kv = slice(lane // group % problem.kv_heads, lane // group % problem.kv_heads + 1)
+        for number in range(len(ordinary)):
+            if q_ordinary[lane, block] and ordinary[number]:
+                continue
+            begin = shard.begin + number * shard.part
+            tiles = shard.tiles(block, begin, min(begin + shard.part, shard.end))
+            grads = ReferenceGrads(*part, np.zeros(part[0].shape), single)
+            to = (x[batch : batch + 1, :, kv] for x in (dk, dv))
+            _REFERENCE.accumulate_backward(grads, k, v, *to, tiles)
+            with np.errstate(invalid="ignore", over="ignore"):
+                at = dq[lane, block * shard.size :][: part[0].shape[2], : problem.head_dim]
+                at += grads.dq[0, 0] / problem.scale

@@ -1,189 +1,160 @@
-"""The forward driver: which tiles of one shard are computed, in which order, on what."""
+"""The forward driver: which tiles of one shard are computed, in which order, on what. Of most
+arrays it knows the address only, for what reads them are the compiled kernels."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
-from ringrt_backends.cpu.calls import base, call, take
-from ringrt_backends.cpu.careful import absorb_block
+from ringrt_backends.cpu.calls import base, call, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
-from ringrt_backends.cpu.spans import full_range, number_of, panel_range, set_spans, set_unions
-
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+from ringrt_backends.cpu.spans import full_range, panel_range, set_spans, set_unions
 
 #: Bytes of a row of scores.
 _ROW = (QUERIES + SKEW) * 4
 
 
 class Keys(NamedTuple):
-    """A chunk of K and V, packed: k `[slots, rows, depth]`, v `[slots, panels, rows, panel]`
-    (half the rows, in pairs), and peaks `[slots, parts]` of `part` rows. It holds the keys from
-    `begin` to `end` of the shard."""
+    """A chunk of K and V, packed: addresses of k `[slots, k_rows, depth]` and v `[slots, panels,
+    v_rows, panel]`. It holds the keys from `begin` to `end` of the shard. `ordinary` `[slots,
+    parts]`, of `part` keys each; see `layout.ORDINARY`."""
 
-    k: Any
-    v: Any
-    k_peaks: Any
-    v_peaks: Any
-    part: int
+    k: int
+    v: int
+    k_rows: int
+    v_rows: int
     begin: int
     end: int
+    part: int
+    ordinary: Any
 
 
 class Queries(NamedTuple):
-    """q packed as `[lanes, panels, depth, panel]`, its peaks `[lanes, blocks]`, and the state:
-    m and z `[lanes, rows]`, y `[lanes, rows, value_row]`, float64, m in units of `unit`."""
+    """Addresses of q `[lanes, panels, depth, panel]` and of the state: m and z `[lanes, rows]` and
+    y `[lanes, rows, value_row]`, float64, m in units (see `layout.Units`) and a float32 number
+    unless it is beyond these. `ordinary` `[lanes, blocks]`."""
 
-    q: Any
-    peaks: Any
-    m: Any
-    z: Any
-    y: Any
-
-
-class Scores(NamedTuple):
-    """How scores come from products: exponents of 2 are `scale` · product in units of `unit`,
-    or with a cap `scale` · tanh(`cap` · product). A product is safe below `limit`. `product_scale`
-    and `softcap` (0 is off) say the same in natural units, for the careful path."""
-
-    scale: np.float32
-    cap: np.float32
-    unit: float
-    limit: float
-    product_scale: float
-    softcap: float
+    q: int
+    panels: int
+    m: int
+    z: int
+    y: int
+    rows: int
+    ordinary: Any
 
 
 class Scratch(NamedTuple):
-    """Of one thread: scores `[keys + a tile, row]`, weights likewise (the same for fp32), the
-    spans of a block's queries int32, their unions over groups of rows, and a panel's running
-    maximum and a block's alpha float32."""
+    """Of one thread: addresses of scores `[keys + a tile, row]`, weights likewise (the same for
+    fp32), a panel's running maximum and a block's alpha, float32; the spans of a block's queries
+    int32, and their unions over groups of rows."""
 
-    scores: Any
-    weights: Any
+    scores: int
+    weights: int
+    top: int
+    alpha: int
     first: Any
     last: Any
     low: Any
     high: Any
-    top: Any
-    alpha: Any
 
 
-@_jit
-def absorb(control, tasks, shape, at, scores, starts, table, keys, queries, scratch):  # type: ignore[no-untyped-def]
+@driver
+def absorb(control, tasks, shape, at, units, starts, table, keys, queries, scratch):  # type: ignore[no-untyped-def]
     """Absorb the tiles into the state, task by task until there are none left. A task is (lane
     of q, slot of the keys, block of queries); the block's tiles are table[starts[block] :
-    starts[block + 1]]."""
-    scratch.top[:] = -np.inf
+    starts[block + 1]]. What is not ordinary is left out."""
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
             return
         lane, slot, block = tasks[task]
+        if not queries.ordinary[lane, block]:
+            continue
         for index in range(starts[block], starts[block + 1]):
-            _absorb_tile(shape, at, scores, table[index], lane, slot, block, keys, queries, scratch)
+            tile = table[index]
+            if ordinary_keys(keys.ordinary[slot], keys.part, tile[2] - keys.begin, tile[3] - keys.begin):
+                _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scratch)
 
 
-@_jit
-def _absorb_tile(shape, at, scores, tile, lane, slot, block, keys, queries, scratch):  # type: ignore[no-untyped-def]
+@inner
+def ordinary_keys(ordinary, part, begin, end):  # type: ignore[no-untyped-def]
+    """Whether all parts are that the keys [begin, end) of a chunk touch."""
+    for number in range(max(begin, 0) // part, min(-(-end // part), len(ordinary))):
+        if not ordinary[number]:
+            return False
+    return True
+
+
+@inner
+def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scratch):  # type: ignore[no-untyped-def]
+    """A tile of a block of queries, block of keys by block of keys."""
     q0 = block * QUERIES
-    first, last = scratch.first, scratch.last
-    low, high = set_spans(tile, q0, keys.begin, keys.end, first, last)
+    low, high = set_spans(tile, q0, keys.begin, keys.end, scratch.first, scratch.last)
     if low >= high:
         return
-    set_unions(first, last, shape.rows, scratch.low, scratch.high)
-    q_peak = number_of(queries.peaks[lane, block])
+    set_unions(scratch.first, scratch.last, shape.rows, scratch.low, scratch.high)
+    k = keys.k + slot * keys.k_rows * shape.depth * 4
+    v = keys.v + slot * shape.value_panels * keys.v_rows * shape.panel * 4
+    # Pairs of keys begin at even ones.
     for begin in range(low // 2 * 2, high, KEYS):
         end = min(begin + KEYS, high)
-        k_peak, v_peak = 0.0, 0.0
-        for part in range(begin // keys.part, (end - 1) // keys.part + 1):
-            k_peak = max(k_peak, number_of(keys.k_peaks[slot, part]))
-            v_peak = max(v_peak, number_of(keys.v_peaks[slot, part]))
-        if q_peak * k_peak < scores.limit and v_peak < scores.limit:
-            _absorb_block(shape, at, scores, lane, slot, q0, begin, end, keys, queries, scratch)
-        else:
-            absorb_block(shape, scores, tile, lane, slot, q0, QUERIES, begin, end, keys, queries)
+        for panel in range(QUERIES // shape.panel):
+            bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
+            if bottom < top:
+                _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, scratch)
+        _add_values(shape, at, lane, q0, begin, end, v, keys.v_rows, queries, scratch)
 
 
-@_jit
-def _absorb_block(shape, at, scores, lane, slot, q0, begin, end, keys, queries, scratch):  # type: ignore[no-untyped-def]
-    """One block of queries and of keys [begin, end): scores and softmax panel by panel of the
-    queries, then all value sums."""
-    low, high = scratch.low, scratch.high
-    for panel in range(QUERIES // shape.panel):
-        bottom, top = panel_range(panel, shape, low, high, begin, end)
-        if bottom < top:
-            _weigh(shape, at, scores, lane, slot, q0, panel, begin, bottom, top, keys, queries, scratch)
-    keys_each = 2 if shape.pairs else 1
-    y = base(queries.y) + (lane * queries.y.shape[1] + q0) * shape.value_row * 8
-    v_panel = keys.v.shape[2] * shape.panel * 4
-    v = base(keys.v) + slot * shape.value_panels * v_panel
-    for column in range(shape.value_panels):
-        narrow = column * shape.panel + shape.panel > shape.value_row
-        for group in range(len(low)):
-            bottom, top = max(low[group], begin), min(high[group], end)
-            if bottom >= top:
-                continue
-            row = (bottom - begin) // keys_each
-            depth = (top - begin + keys_each - 1) // keys_each - row
-            call(
-                at[4 if narrow else 3],
-                (
-                    base(scratch.weights) + row * _ROW + group * shape.rows * 4,
-                    v + column * v_panel + (begin // keys_each + row) * shape.panel * 4,
-                    y + (group * shape.rows * shape.value_row + column * shape.panel) * 8,
-                    depth,
-                    base(scratch.alpha) + group * shape.rows * 4,
-                ),
-            )
-
-
-@_jit
-def _weigh(shape, at, scores, lane, slot, q0, panel, begin, bottom, top, keys, queries, scratch):  # type: ignore[no-untyped-def]
-    """Scores and weights of one panel of queries and the keys [bottom, top)."""
+@inner
+def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, scratch):  # type: ignore[no-untyped-def]
+    """Scores and weights of one panel of queries and the keys [bottom, top) of the block that
+    begins at `begin`."""
     column = panel * shape.panel
     full_from, full_to = full_range(panel, shape, scratch.first, scratch.last)
-    q_panel = q0 // shape.panel + panel
-    q = base(queries.q) + (lane * queries.q.shape[1] + q_panel) * shape.depth * shape.panel * 4
-    k = base(keys.k) + slot * keys.k.shape[1] * shape.depth * 4
-    s = base(scratch.scores) + (bottom - begin) * _ROW + column * 4
-    running = base(scratch.top)
+    q_panel = lane * queries.panels + q0 // shape.panel + panel
+    q = queries.q + q_panel * shape.depth * shape.panel * 4
+    s = scratch.scores + (bottom - begin) * _ROW + column * 4
+    first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
     for key in range(bottom, top, shape.rows):
         a, to = k + key * shape.depth * 4, s + (key - bottom) * _ROW
         if full_from <= key and key + shape.rows <= full_to:
-            if scores.softcap > 0:
-                call(at[0], (a, q, to, running, scores.cap))
-            else:
-                call(at[0], (a, q, to, running))
+            call(at[0], (a, q, to, scratch.top, units.cap))
         else:
-            span = (base(scratch.first) + column * 4, base(scratch.last) + column * 4, key)
-            if scores.softcap > 0:
-                call(at[1], (a, q, to, running, scores.cap, span[0], span[1], span[2]))
-            else:
-                call(at[1], (a, q, to, running, span[0], span[1], span[2]))
-    keys_each = 2 if shape.pairs else 1
-    row = lane * queries.m.shape[1] + q0 + column
-    call(
-        at[2],
-        (
-            s,
-            base(scratch.weights) + (bottom - begin) // keys_each * _ROW + column * 4,
-            (top - bottom + keys_each - 1) // keys_each,
-            scores.scale,
-            running,
-            base(queries.m) + row * 8,
-            base(queries.z) + row * 8,
-            base(scratch.alpha) + column * 4,
-        ),
-    )
+            call(at[1], (a, q, to, scratch.top, units.cap, first, last, key))
+    each = 2 if shape.pairs else 1
+    row = lane * queries.rows + q0 + column
+    p = scratch.weights + (bottom - begin) // each * _ROW + column * 4
+    count, alpha = (top - bottom + each - 1) // each, scratch.alpha + column * 4
+    m, z = queries.m + row * 8, queries.z + row * 8
+    call(at[2], (s, p, count, units.scale, scratch.top, m, z, alpha))
 
 
-@_jit
-def finish(control, tasks, shape, unit, rounding, rows, queries, heads, out, lse):  # type: ignore[no-untyped-def]
-    """out `[batch, rows, heads, value_dim]`, by the function at `rounding`, and lse `[lanes,
-    rows]`. A task is (lane, block)."""
+@inner
+def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  # type: ignore[no-untyped-def]
+    """y = alpha y + P V, for each group of rows of queries over the keys that it sees."""
+    each = 2 if shape.pairs else 1
+    y = queries.y + (lane * queries.rows + q0) * shape.value_row * 8
+    for column in range(shape.value_panels):
+        panel = v + column * v_rows * shape.panel * 4
+        narrow = column * shape.panel + shape.panel > shape.value_row
+        for group in range(len(scratch.low)):
+            bottom, top = max(scratch.low[group], begin), min(scratch.high[group], end)
+            if bottom >= top:
+                continue
+            row, query = (bottom - begin) // each, group * shape.rows
+            a = scratch.weights + row * _ROW + query * 4
+            b = panel + (begin // each + row) * shape.panel * 4
+            c = y + (query * shape.value_row + column * shape.panel) * 8
+            depth = (top - begin + each - 1) // each - row
+            call(at[4 if narrow else 3], (a, b, c, depth, scratch.alpha + query * 4))
+
+
+@driver
+def finish(control, tasks, shape, unit, rounding, rows, m, z, y, heads, out, row_bytes, lse):  # type: ignore[no-untyped-def]
+    """out `[batch, rows, heads, value_dim]` at its address, rows of `row_bytes`, by the function at
+    `rounding`; lse `[lanes, rows]` of m and z likewise, and of y at its address. A task is (lane,
+    block)."""
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
@@ -191,9 +162,9 @@ def finish(control, tasks, shape, unit, rounding, rows, queries, heads, out, lse
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
         for i in range(block * QUERIES, min(block * QUERIES + QUERIES, rows)):
-            z = queries.z[lane, i]
-            factor = 0.0 if z == 0 else 1 / z
-            lse[lane, i] = -np.inf if z == 0 else (queries.m[lane, i] + np.log2(z)) * unit
-            source = base(queries.y) + (lane * queries.y.shape[1] + i) * shape.value_row * 8
-            target = base(out) + ((batch * rows + i) * heads + head) * out.strides[2]
+            total = z[lane, i]
+            factor = 0.0 if total == 0 else 1 / total
+            lse[lane, i] = -np.inf if total == 0 else (m[lane, i] + np.log2(total)) * unit
+            source = y + (lane * m.shape[1] + i) * shape.value_row * 8
+            target = out + ((batch * rows + i) * heads + head) * row_bytes
             call(rounding, (source, target, shape.value_dim, factor))

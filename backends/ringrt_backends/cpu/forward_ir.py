@@ -44,10 +44,10 @@ def score(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, s, top[, cap][, first, last, row]): S = A·B for rows of keys, or
+    """Emit name(a, b, s, top, cap[, first, last, row]): S = A·B for rows of keys, or if `capped`
     tanh(cap·A·B); top = the larger of itself and each column's maximum. What is masked is −inf."""
-    extra = ({"cap": F32} if capped else {}) | (SPAN if masked else {})
-    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, top=PTR, **extra)
+    extra = SPAN if masked else {}
+    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, top=PTR, cap=F32, **extra)
     a, b, s, top = (body.args[key] for key in ("a", "b", "s", "top"))
     tile = product(body, a, b, depth, a_row=depth, a_step=1, pairs=pairs)
     if capped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from ringrt_backends.cpu.compiled import Code, Shape
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.move_ir import NAMES
 from ringrt_backends.cpu.pack import Source
+
+#: Blocks with no larger number than this are *ordinary*: sums of products of such stay within
+#: float32, in both passes. The compiled kernels take only these; others, and NaN, are rare and
+#: go the careful way.
+ORDINARY = 1e9
 
 #: Rows of q that are looked at for the order of its columns.
 _SAMPLE = 256
@@ -44,6 +50,18 @@ def blocks_of(tiles: TileTable, rows: int, size: int) -> Blocks:
     return Blocks(np.ascontiguousarray(cut.table[sorting]), starts, order[work[order] > 0])
 
 
+def ordinary(peaks: Array) -> Array:
+    """Which blocks are, by their peaks: bool as uint8."""
+    return np.asarray(peaks.view(np.float32) <= np.float32(ORDINARY)).view(np.uint8)
+
+
+def spans_of(queries: int, shape: Shape) -> tuple[Array, Array, Array, Array]:
+    """Memory for the spans of a block's queries and for their unions; see `spans`."""
+    groups = -(-queries // shape.rows)
+    first, last = np.empty(queries, np.int32), np.empty(queries, np.int32)
+    return first, last, np.empty(groups, np.int64), np.empty(groups, np.int64)
+
+
 def address(move: Code, name: str) -> int:
     """Of a function of `ringrt_backends.cpu.move_ir`."""
     return int(move.addresses[NAMES.index(name)])
@@ -68,13 +86,14 @@ def orders_of(q: Array, problem: Problem, shape: Shape) -> Array:
     """In which order the products of each KV head's scores are added up, int64 `[lanes, depth]`:
     those of q's large columns last. In real models these cancel one another, and whatever is
     added while their sum is large is rounded as coarsely as they are."""
-    batch, rows = q.shape[:2]
-    sample = q[:, :: max(1, rows // _SAMPLE)].astype(np.float32)
+    sample = q[:, :: max(1, q.shape[1] // _SAMPLE)].astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        square = np.square(sample).reshape(batch, -1, problem.kv_heads, problem.group, q.shape[3])
-        weight = square.sum(axis=(1, 3)).reshape(batch * problem.kv_heads, -1)
+        heads = problem.kv_heads, problem.group
+        square = np.square(sample).reshape(*sample.shape[:2], *heads, q.shape[3])
+        weight = square.sum(axis=(1, 3)).reshape(q.shape[0] * problem.kv_heads, q.shape[3])
     if shape.pairs:
-        weight = np.pad(weight, ((0, 0), (0, weight.shape[1] % 2))).reshape(len(weight), -1, 2).sum(2)
+        even = np.pad(weight, ((0, 0), (0, weight.shape[1] % 2)))
+        weight = even[:, ::2] + even[:, 1::2]
     return np.argsort(weight, axis=1, kind="stable").astype(np.int64)
 
 
@@ -85,8 +104,7 @@ def flip_of(problem: Problem, pairs: bool) -> np.uint32:
     return np.uint32(bits)
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+class Units(NamedTuple):
     """Exponents of 2 are counted in units of `unit` (natural logarithm) that make the factor of
     the products, `scale`, a float32 number: with the nearest float32 in its place, scores would
     be off by as much as they are long. With a softcap they are `scale` · tanh(`cap` · product)."""

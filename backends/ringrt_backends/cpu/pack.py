@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from ringrt_backends.cpu.calls import base, call, take
-
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy")
+from ringrt_backends.cpu.calls import base, call, driver, inner, take
 
 
 class Source(NamedTuple):
@@ -36,7 +33,7 @@ class Source(NamedTuple):
     reorder: int
 
 
-@_jit
+@inner
 def read_row(source, lane, row, target, peak):  # type: ignore[no-untyped-def]
     """One row, of batch and head lane = batch·heads + head, widened to fp32 or as pairs."""
     batch, head = lane // source.heads, lane % source.heads
@@ -44,7 +41,7 @@ def read_row(source, lane, row, target, peak):  # type: ignore[no-untyped-def]
     call(source.reader, (source.address + at, target, source.dim, peak))
 
 
-@_jit
+@driver
 def pack_rows(control, tasks, source, orders, shift, first, count, part, rows, peaks):  # type: ignore[no-untyped-def]
     """Rows [first, first + count) of the lanes shift, shift + 1, ... as operands A, side by side:
     `rows` `[slots, >= count, depth]`, elements in the order `orders` `[lanes, depth]`. A task is
@@ -61,15 +58,14 @@ def pack_rows(control, tasks, source, orders, shift, first, count, part, rows, p
             at = base(rows) + (slot * rows.shape[1] + row) * rows.shape[2] * 4
             order = base(orders) + (shift + slot) * rows.shape[2] * 8
             call(source.reorder, (base(one), at, order, rows.shape[2]))
-    one[:] = 0  # it lives as long as this
 
 
-@_jit
+@driver
 def pack_columns(control, tasks, source, shift, first, count, flip, part, panels, peaks):  # type: ignore[no-untyped-def]
     """The same rows as operands B that are summed over rows: `panels` `[slots, panels, rows,
     panel]`, or of half as many rows, in pairs. `part` is even. `flip` is XORed to each element."""
-    one = np.zeros(panels.shape[1] * panels.shape[3], np.uint32)
-    two = np.zeros_like(one)
+    _, panels_each, rows, panel = panels.shape
+    pair = np.zeros((2, panels_each * panel), np.uint32)
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
@@ -77,30 +73,31 @@ def pack_columns(control, tasks, source, shift, first, count, flip, part, panels
         slot, number = tasks[task]
         peak = base(peaks) + (slot * peaks.shape[1] + number) * 4
         begin, end = number * part, min(number * part + part, count)
-        columns(source, shift + slot, first, begin, end, flip, one, two, panels[slot], peak)
+        to, stride = base(panels) + slot * panels_each * rows * panel * 4, rows * panel
+        columns(
+            source, shift + slot, first, begin, end, flip, pair, panels_each, stride, panel, to, peak
+        )
 
 
-@_jit
-def columns(source, lane, first, begin, end, flip, one, two, panels, peak):  # type: ignore[no-untyped-def]
-    """Rows [first + begin, first + end) to the rows from `begin` on of `panels` `[panels, rows,
-    panel]`. `one` and `two` are scratch for a row, zero where no element comes."""
-    count, rows, panel = panels.shape
-    stride = rows * panel
+@inner
+def columns(source, lane, first, begin, end, flip, rows, count, stride, panel, to, peak):  # type: ignore[no-untyped-def]
+    """Rows [first + begin, first + end) to the rows from `begin` on of `count` panels, of `panel`
+    elements a row and `stride` elements in all. `rows` `[2, >= count * panel]` is scratch, zero
+    where no element comes."""
+    one, two = base(rows), base(rows) + rows.shape[1] * 4
     for row in range(begin, end, 2 if source.pairs else 1):
-        read_row(source, lane, first + row, base(one), peak)
+        read_row(source, lane, first + row, one, peak)
         if not source.pairs:
-            to = base(panels) + row * panel * 4
-            call(source.spread, (base(one), to, count, stride, flip))
+            call(source.spread, (one, to + row * panel * 4, count, stride, flip))
             continue
         if row + 1 < end:
-            read_row(source, lane, first + row + 1, base(two), peak)
+            read_row(source, lane, first + row + 1, two, peak)
         else:
-            two[:] = 0
-        to = base(panels) + row // 2 * panel * 4
-        call(source.interleave, (base(one), base(two), to, count, stride, flip))
+            rows[1] = 0
+        call(source.interleave, (one, two, to + row // 2 * panel * 4, count, stride, flip))
 
 
-@_jit
+@driver
 def pack_turned(control, tasks, source, orders, group, count, flip, part, panels, peaks):  # type: ignore[no-untyped-def]
     """Rows [0, count) of all lanes transposed, as operands B that are summed over columns:
     `panels` `[lanes, panels, depth, panel]`, depth in the order `orders` `[lanes // group,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-_inline = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+from ringrt_backends.cpu.calls import inner
 
 #: A query that sees nothing has the span [NEVER, −NEVER): it widens no union of spans, and
 #: makes none look full.
 NEVER = 1 << 30
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@inner
 def set_spans(tile, q0, from_key, to_key, first, last):  # type: ignore[no-untyped-def]
     """The spans of queries q0, q0 + 1, ... in [from_key, to_key), counted from from_key, as
     int32 first and last. The smallest and the largest key that any of them sees.
@@ -32,7 +31,7 @@ def set_spans(tile, q0, from_key, to_key, first, last):  # type: ignore[no-untyp
     return low, high
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@inner
 def set_unions(first, last, size, low, high):  # type: ignore[no-untyped-def]
     """For each `size` queries the smallest and the largest key that any of them sees."""
     for group in range(len(low)):
@@ -41,7 +40,7 @@ def set_unions(first, last, size, low, high):  # type: ignore[no-untyped-def]
             low[group], high[group] = min(low[group], first[i]), max(high[group], last[i])
 
 
-@_inline
+@inner
 def panel_range(panel, shape, low, high, begin, end):  # type: ignore[no-untyped-def]
     """The keys in [begin, end) that a panel of queries needs scores of: those that any group of
     rows which touches the panel sees, for a group's product reads them across its panels. Begins
@@ -55,16 +54,10 @@ def panel_range(panel, shape, low, high, begin, end):  # type: ignore[no-untyped
     return begin + (bottom - begin) // 2 * 2, top
 
 
-@_inline
+@inner
 def full_range(panel, shape, first, last):  # type: ignore[no-untyped-def]
     """The keys that all queries of a panel see."""
     bottom, top = np.int64(-NEVER), np.int64(NEVER)
     for i in range(panel * shape.panel, panel * shape.panel + shape.panel):
         bottom, top = max(bottom, np.int64(first[i])), min(top, np.int64(last[i]))
     return bottom, top
-
-
-@_inline
-def number_of(peak):  # type: ignore[no-untyped-def]
-    """A peak that can be compared: infinite where it is NaN."""
-    return np.float64(peak) if peak < np.inf else np.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy as np
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
-from ringrt_backends.cpu import backward, pack
-from ringrt_backends.cpu.backward import Block, Exact, Factors, Rows, Scratch, Work
+from ringrt_backends.cpu import backward, careful, pack
+from ringrt_backends.cpu.backward import Block, Rows, Scratch, Source, Work
 from ringrt_backends.cpu.compiled import SKEW, SQUARE, Code, Shape, backward_code, move_code
 from ringrt_backends.cpu.layout import (
+    ORDINARY,
     Blocks,
     Units,
     address,
@@ -21,8 +23,10 @@ from ringrt_backends.cpu.layout import (
     flip_of,
     grid,
     has_pairs,
+    ordinary,
     orders_of,
     source_of,
+    spans_of,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
@@ -32,25 +36,23 @@ from ringrt_backends.cpu.workers import Workers
 #: With fewer KV heads their keys are dealt out, and each task needs a dq of its own, of so many
 #: blocks of rows at a time.
 _TASKS, _AT_ONCE = 8, 14
-#: Largest number that a product may reach: sums of such stay within float32.
-_LIMIT = 1e37
 
 
 @dataclass(frozen=True, slots=True)
 class TiledGrads:
-    """The packed rows, dq `[lanes, rows, row]` float64, each thread's scratch, and tiles cut to
-    blocks."""
+    """q and dout as given, lse and delta `[lanes, rows]` float64, and all packed; dq `[lanes, rows,
+    row]` float64, without the scale; each thread's scratch, and tiles cut to blocks. `held` is
+    what addresses lead to."""
 
     problem: Problem
     code: Code
-    factors: Factors
-    exact: Exact
+    units: Units
+    given: tuple[Array, Array, Array, Array]
     packed: Rows
     orders: Array
     dq: Array
     own: list[tuple[Block, Scratch]]
-    rows: int
-    batch: int
+    held: list[Any]
     blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
 
 
@@ -76,23 +78,27 @@ class TiledBackward:
         code, units = self.code(problem), units_of(problem)
         shape, (batch, rows) = code.shape, q.shape[:2]
         lanes, padded = batch * problem.q_heads, -(-rows // SQUARE) * SQUARE
+        lse, delta = (
+            np.require(x, np.float64, ("C", "W")).reshape(lanes, rows) for x in (lse, delta)
+        )
         orders = orders_of(q, problem, shape)
         plain = np.tile(np.arange(shape.value_depth), (batch * problem.kv_heads, 1))
         flip = flip_of(problem, shape.pairs)
         q_packed = self._pack(q, shape, shape.depth, shape.panels, orders, problem.group, flip)
         sizes = shape.value_depth, shape.value_panels
         dout_packed = self._pack(dout, shape, *sizes, plain, problem.group, np.uint32(0))
-        lse, delta = (
-            np.require(x, np.float64, ("C", "W")).reshape(lanes, rows) for x in (lse, delta)
-        )
-        softmax = _per_row(lse, delta, units.unit, padded)
-        packed = Rows(*q_packed, *dout_packed, *softmax)
-        packed.dout_peaks[_unusable(lse, padded)] = np.inf
-        own = [(_block(shape), _scratch(shape)) for _ in range(self._workers.count)]
-        exact = Exact(lse, delta, problem.scale, problem.softcap or 0.0)
+        per_row = _per_row(lse, delta, units.unit, padded)
+        usable = ordinary(q_packed[2]) & ordinary(dout_packed[2]) & _usable(lse, delta, padded)
+        held = [*q_packed[:2], *dout_packed[:2], *per_row]
+        packed = Rows(*(x.ctypes.data for x in held), padded, usable)
+        own = []
+        for _ in range(self._workers.count):
+            (block, in_block), (scratch, in_scratch) = _block(shape), _scratch(shape)
+            own.append((block, scratch))
+            held += in_block + in_scratch
         dq = np.zeros((lanes, padded, shape.row))
-        factors = _factors(problem, units)
-        return TiledGrads(problem, code, factors, exact, packed, orders, dq, own, rows, batch)
+        given = q, dout, lse, delta
+        return TiledGrads(problem, code, units, given, packed, orders, dq, own, held)
 
     def accumulate(
         self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, tiles: TileTable
@@ -103,45 +109,49 @@ class TiledBackward:
             return
         blocks = grads.blocks.get(tiles)
         if blocks is None:
-            blocks = grads.blocks[tiles] = blocks_of(tiles, grads.rows, SQUARE)
+            blocks = grads.blocks[tiles] = blocks_of(tiles, grads.given[0].shape[1], SQUARE)
         begin, end = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
-        parts = min(-(-_TASKS // lanes), -(-(end - begin) // SQUARE))
-        count = len(blocks.starts) - 1
-        if parts == 1:
-            work = Work(blocks.starts, blocks.table, 0, count, begin, end, 1, grads.problem.group)
-            self._absorb(grads, k, v, dk, dv, grads.dq[None], work)
-            return
-        for first in range(0, count, _AT_ONCE):
-            last = min(first + _AT_ONCE, count)
+        numbers = -(-(end - begin) // SQUARE)
+        parts = min(-(-_TASKS // lanes), numbers)
+        left_out = np.zeros((lanes, numbers), np.uint8)
+        count, dq = len(blocks.starts) - 1, grads.dq
+        for first in range(0, count, count if parts == 1 else _AT_ONCE):
+            last = count if parts == 1 else min(first + _AT_ONCE, count)
             rows = slice(first * SQUARE, last * SQUARE)
-            dq = np.zeros((parts, *grads.dq[:, rows].shape))
+            own = dq[None] if parts == 1 else np.zeros((parts, *dq[:, rows].shape))
             work = Work(
-                blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group
-            )
-            self._absorb(grads, k, v, dk, dv, dq, work)
-            with np.errstate(invalid="ignore", over="ignore"):
-                grads.dq[:, rows] += dq.sum(axis=0)
+                blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group,
+                own.ctypes.data, own.shape[2], own.shape[1], left_out,
+            )  # fmt: skip
+            self._absorb(grads, k, v, dk, dv, work)
+            if parts > 1:
+                dq[:, rows] += own.sum(axis=0)
+        shard = careful.Shard(k, v, blocks, SQUARE, begin, end, SQUARE, 1 - left_out)
+        ordinary_rows = grads.packed.ordinary
+        careful.absorb_backward(shard, grads.problem, ordinary_rows, grads.given, dq, dk, dv)
 
     def finish(self, grads: TiledGrads) -> Array:
         """dq `[batch, rows, q_heads, head_dim]` in float32."""
-        problem, rows = grads.problem, grads.rows
-        out = np.empty((grads.batch, rows, problem.q_heads, problem.head_dim), np.float32)
-        rounding = address(self._move, "round_float32")
+        problem, (batch, rows) = grads.problem, grads.given[0].shape[:2]
+        out = np.empty((batch, rows, problem.q_heads, problem.head_dim), np.float32)
+        dq, rounding = grads.dq, address(self._move, "round_float32")
         self._workers.drive(
-            backward.finish, grid(len(grads.dq), -(-rows // SQUARE)), grads.code.shape,
-            problem.scale, rounding, rows, grads.dq, problem.q_heads, out,
+            backward.finish, grid(len(dq), -(-rows // SQUARE)), grads.code.shape,
+            float(problem.scale), rounding, rows, dq.ctypes.data, dq.shape[1], problem.q_heads,
+            out.ctypes.data, problem.head_dim * 4,
         )  # fmt: skip
         return out
 
     def _absorb(
-        self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, dq: Array, work: Work
+        self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, work: Work
     ) -> None:
         pairs, lanes = grads.code.shape.pairs, k.shape[0] * k.shape[2]
         (k_source, k), (v_source, v) = (source_of(self._move, x, pairs) for x in (k, v))
+        source = Source(k_source, v_source, grads.orders.ctypes.data, np.float32(ORDINARY))
         self._workers.drive(
             backward.absorb, grid(lanes, work.parts), grads.code.shape, grads.code.addresses,
-            grads.factors, grads.exact, work, grads.packed, k_source, v_source, grads.orders,
-            dk, dv, dq, own=grads.own,
+            grads.units, float(grads.problem.scale), work, grads.packed, source, dk, dv,
+            own=grads.own,
         )  # fmt: skip
 
     def _pack(
@@ -168,12 +178,12 @@ class TiledBackward:
         drive(
             pack.pack_columns, tasks, source, 0, 0, rows, np.uint32(0), SQUARE, columns, peaks.copy()
         )
-        return turned, columns, peaks.view(np.float32)
+        return turned, columns, peaks
 
 
-def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array, Array, Array, Array]:
+def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array, Array, Array]:
     """lse in units as the sum of two float32, +inf for rows without keys and beyond the last, so
-    that their weights are 0; delta, and the largest of each block."""
+    that their weights are 0; and delta."""
     lanes, rows = lse.shape
     near = np.full((lanes, padded), np.inf, np.float32)
     rest, changes = (np.zeros((lanes, padded), np.float32) for _ in range(2))
@@ -181,45 +191,44 @@ def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array,
         exact = np.where(lse == -np.inf, np.inf, lse / unit)
         near[:, :rows] = exact
         rest[:, :rows] = np.where(np.isfinite(exact), exact - near[:, :rows], 0)
-        changes[:, :rows] = delta
-        peaks = abs(changes).reshape(lanes, -1, SQUARE).max(axis=2)
-    return near, rest, changes, peaks
+        # Of a row without keys it may be anything.
+        changes[:, :rows] = np.where(lse == -np.inf, 0, delta)
+    return near, rest, changes
 
 
-def _unusable(lse: Array, padded: int) -> Array:
-    """Blocks of rows in which some lse is NaN or +inf, bool `[lanes, blocks]`."""
-    bad = np.zeros((len(lse), padded), bool)
-    bad[:, : lse.shape[1]] = np.isnan(lse) | (lse > np.finfo(np.float32).max)
-    return bad.reshape(len(lse), -1, SQUARE).any(axis=2)
+def _usable(lse: Array, delta: Array, padded: int) -> Array:
+    """Blocks of rows whose lse and delta are numbers of a usual size, or whose rows are empty; as
+    uint8 `[lanes, blocks]`."""
+    good = np.ones((len(lse), padded), bool)
+    with np.errstate(invalid="ignore"):
+        usual = (abs(lse) < ORDINARY) & (abs(delta) < ORDINARY)
+    good[:, : lse.shape[1]] = usual | (lse == -np.inf)
+    return good.reshape(len(lse), padded // SQUARE, SQUARE).all(axis=2).view(np.uint8)
 
 
-def _factors(problem: Problem, units: Units) -> Factors:
-    """The factors, and the size of products that the compiled kernels are safe with."""
-    largest = max(1.0, float(units.scale), float(units.cap))
-    limit = _LIMIT / max(problem.head_dim, problem.value_dim, SQUARE) / largest
-    return Factors(units.scale, units.cap, limit)
-
-
-def _block(shape: Shape) -> Block:
+def _block(shape: Shape) -> tuple[Block, list[Array]]:
+    """One thread's, and the arrays that its addresses lead to."""
     rows = SQUARE + shape.rows
     rows += rows % 2
-    return Block(
+    k_rows = rows // (2 if shape.pairs else 1)
+    held = [
         np.zeros((rows, shape.depth), np.uint32),
         np.zeros((rows, shape.value_depth), np.uint32),
-        np.zeros((shape.panels, rows // (2 if shape.pairs else 1), shape.panel), np.uint32),
-        np.zeros((rows, shape.row)),
-        np.zeros((rows, shape.value_row)),
-        np.zeros(2, np.uint32),
-    )
+        np.zeros((shape.panels, k_rows, shape.panel), np.uint32),
+    ]
+    sums = np.zeros((rows, shape.row)), np.zeros((rows, shape.value_row))
+    pair = np.zeros((2, shape.panels * shape.panel), np.uint32)
+    peaks = np.zeros(2, np.float32)
+    return Block(*(x.ctypes.data for x in held), k_rows, *sums, pair, peaks), held
 
 
-def _scratch(shape: Shape) -> Scratch:
-    row, width = np.zeros(shape.panels * shape.panel, np.uint32), SQUARE + SKEW
-    keys = SQUARE + shape.rows
-    # In bf16 half of it is used: with a dtype of its own Numba would compile once more.
-    p, ds = (np.empty((keys, width), np.float32) for _ in range(2))
+def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
+    keys, width = SQUARE + shape.rows, SQUARE + SKEW
+    size = (keys, width // 2) if shape.pairs else (keys, width)
+    p, ds = np.empty(size, np.float32), np.empty(size, np.float32)
     by_key = np.empty((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
-    tile = np.empty((2, shape.rows, shape.panel) if shape.pairs else (2, keys, width), np.float32)
-    first, last = np.empty(SQUARE, np.int32), np.empty(SQUARE, np.int32)
-    low, high = (np.empty(-(-SQUARE // shape.rows), np.int64) for _ in range(2))
-    return Scratch(row, row.copy(), p, ds, by_key, tile[0], tile[1], first, last, low, high)
+    # A slope goes with each weight, and lies as it does.
+    tiles = (shape.rows, shape.panel) if shape.pairs else (shape.rows, width)
+    tile, slope = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
+    held = [p, ds, by_key, tile, slope]
+    return Scratch(*(x.ctypes.data for x in held), *spans_of(SQUARE, shape)), held

@@ -15,18 +15,22 @@ import numpy as np
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
-from ringrt_backends.cpu import forward, pack
+from ringrt.softmax_state import SoftmaxState
+from ringrt_backends.cpu import careful, forward, pack
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code, move_code
-from ringrt_backends.cpu.forward import Keys, Queries, Scores, Scratch
+from ringrt_backends.cpu.forward import Keys, Queries, Scratch
 from ringrt_backends.cpu.layout import (
     Blocks,
+    Units,
     address,
     blocks_of,
     flip_of,
     grid,
     has_pairs,
+    ordinary,
     orders_of,
     source_of,
+    spans_of,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
@@ -38,23 +42,23 @@ from ringrt_backends.cpu.workers import Workers
 _CHUNK, _CHUNK_BYTES = 16 * KEYS, 1 << 25
 #: Keys that are packed by one task, with a peak of their own; even.
 _PART = 96
-#: Largest number that a product may reach: sums of such stay within float32.
-_LIMIT = 1e37
 
 
 @dataclass(frozen=True, slots=True)
 class TiledState:
-    """The packed queries and their state, each thread's scratch, and what ring steps share:
-    tiles cut to blocks, and the memory of packed keys."""
+    """The queries as given and packed, their state (m and z `[lanes, rows]`, y `[lanes, rows,
+    value_row]`, float64, m in units), each thread's scratch, and what ring steps share: tiles cut
+    to blocks, and the memory of packed keys. `held` is what addresses lead to."""
 
     problem: Problem
     code: Code
-    scores: Scores
+    units: Units
+    q: Array
     queries: Queries
+    softmax: SoftmaxState
     orders: Array
     scratch: list[tuple[Scratch]]
-    rows: int
-    out_dtype: np.dtype[Any]
+    held: list[Any]
     blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
     memory: dict[tuple[int, ...], tuple[Array, Array]] = field(default_factory=dict)
 
@@ -78,25 +82,30 @@ class TiledForward:
 
     def begin(self, q: Array, problem: Problem, sink: Array | None) -> TiledState:
         """Pack q; the state is empty, or that of the sink."""
-        code, scores = self.code(problem), _scores(problem)
+        code, units = self.code(problem), units_of(problem)
         shape, rows = code.shape, q.shape[1]
         lanes, blocks = q.shape[0] * problem.q_heads, -(-rows // QUERIES)
         padded = blocks * QUERIES
         panels = np.empty((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
         peaks = np.zeros((lanes, blocks), np.uint32)
         orders = orders_of(q, problem, shape)
-        source, q = source_of(self._move, q, shape.pairs)
+        source, given = source_of(self._move, q, shape.pairs)
         self._workers.drive(
             pack.pack_turned, grid(lanes, blocks), source, orders, problem.group, rows,
             flip_of(problem, shape.pairs), QUERIES, panels, peaks,
         )  # fmt: skip
         m, z = np.full((lanes, padded), -np.inf), np.zeros((lanes, padded))
         if sink is not None:
-            _absorb_sink(m, z, sink, scores.unit, q.shape[0])
-        y = np.zeros((lanes, padded, shape.value_row))
-        queries = Queries(panels, peaks.view(np.float32), m, z, y)
-        scratch = [(_scratch(shape),) for _ in range(self._workers.count)]
-        return TiledState(problem, code, scores, queries, orders, scratch, rows, q.dtype)
+            _absorb_sink(m, z, sink, units.unit, q.shape[0])
+        softmax = SoftmaxState(m, z, np.zeros((lanes, padded, shape.value_row)))
+        queries = Queries(
+            panels.ctypes.data, panels.shape[1], *(x.ctypes.data for x in (m, z, softmax.y)), padded,
+            ordinary(peaks),
+        )  # fmt: skip
+        scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
+        own = [(one,) for one in scratch]
+        held = [given, panels, *arrays]
+        return TiledState(problem, code, units, q, queries, softmax, orders, own, held)
 
     def accumulate(self, state: TiledState, k: Array, v: Array, tiles: TileTable) -> None:
         """Absorb all tiles."""
@@ -105,7 +114,7 @@ class TiledForward:
             return
         blocks = state.blocks.get(tiles)
         if blocks is None:
-            blocks = state.blocks[tiles] = blocks_of(tiles, state.rows, QUERIES)
+            blocks = state.blocks[tiles] = blocks_of(tiles, state.q.shape[1], QUERIES)
         shape = state.code.shape
         first, last = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
         row_bytes = (shape.depth + shape.value_panels * shape.panel) * 4
@@ -118,22 +127,30 @@ class TiledForward:
                 keys = self._pack(state, k_source, v_source, slot, count, begin, end)
                 self._workers.drive(
                     forward.absorb, _tasks(blocks.order, slot, count, state.problem.group), shape,
-                    state.code.addresses, state.scores, blocks.starts, blocks.table, keys,
+                    state.code.addresses, state.units, blocks.starts, blocks.table, keys,
                     state.queries, own=state.scratch,
+                )  # fmt: skip
+                shard = careful.Shard(
+                    k, v, blocks, QUERIES, begin, end, _PART, keys.ordinary, first_lane=slot
+                )
+                careful.absorb(
+                    shard, state.problem, state.units.unit, state.q, state.queries.ordinary,
+                    state.softmax,
                 )  # fmt: skip
 
     def finish(self, state: TiledState) -> tuple[Array, Array]:
         """out in the dtype of q, lse in float32."""
-        problem, lanes = state.problem, len(state.queries.m)
-        batch = lanes // problem.q_heads
-        out = np.empty((batch, state.rows, problem.q_heads, problem.value_dim), state.out_dtype)
-        lse = np.empty((lanes, state.rows), np.float32)
+        problem, softmax, rows = state.problem, state.softmax, state.q.shape[1]
+        lanes, batch = len(softmax.m), state.q.shape[0]
+        out = np.empty((batch, rows, problem.q_heads, problem.value_dim), state.q.dtype)
+        lse = np.empty((lanes, rows), np.float32)
         self._workers.drive(
-            forward.finish, grid(lanes, -(-state.rows // QUERIES)), state.code.shape,
-            state.scores.unit, address(self._move, f"round_{problem.dtype}"), state.rows,
-            state.queries, problem.q_heads, out.view(np.uint8), lse,
+            forward.finish, grid(lanes, -(-rows // QUERIES)), state.code.shape, state.units.unit,
+            address(self._move, f"round_{problem.dtype}"), rows, softmax.m, softmax.z,
+            softmax.y.ctypes.data, problem.q_heads, out.ctypes.data,
+            problem.value_dim * out.itemsize, lse,
         )  # fmt: skip
-        return out, lse.reshape(batch, problem.q_heads, state.rows)
+        return out, lse.reshape(batch, problem.q_heads, rows)
 
     def _pack(
         self, state: TiledState, k: Source, v: Source, slot: int, count: int, begin: int, end: int
@@ -156,26 +173,21 @@ class TiledForward:
         tasks, given, drive = grid(count, parts), (slot, begin, size), self._workers.drive
         drive(pack.pack_rows, tasks, k, state.orders, *given, _PART, k_rows, peaks[0])
         drive(pack.pack_columns, tasks, v, *given, np.uint32(0), _PART, v_panels, peaks[1])
-        k_peaks, v_peaks = peaks.view(np.float32)
-        return Keys(k_rows, v_panels, k_peaks, v_peaks, _PART, begin, end)
+        return Keys(
+            k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
+            ordinary(peaks[0]) & ordinary(peaks[1]),
+        )  # fmt: skip
 
 
-def _scores(problem: Problem) -> Scores:
-    units = units_of(problem)
-    largest = max(1.0, float(units.scale), float(units.cap))
-    limit = _LIMIT / max(problem.head_dim, KEYS) / largest
-    softcap = problem.softcap or 0.0
-    return Scores(units.scale, units.cap, units.unit, limit, abs(problem.scale), softcap)
-
-
-def _scratch(shape: Shape) -> Scratch:
+def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
+    """One thread's, and the arrays that its addresses lead to."""
     rows = KEYS + shape.rows + 2
     scores = np.empty((rows, QUERIES + SKEW), np.float32)
     weights = np.empty((rows // 2, QUERIES + SKEW), np.float32) if shape.pairs else scores
-    first, last = np.empty(QUERIES, np.int32), np.empty(QUERIES, np.int32)
-    low, high = (np.empty(-(-QUERIES // shape.rows), np.int64) for _ in range(2))
-    top, alpha = np.empty(shape.panel, np.float32), np.empty(QUERIES, np.float32)
-    return Scratch(scores, weights, first, last, low, high, top, alpha)
+    # The maximum of nothing, to which the kernels bring it back.
+    top, alpha = np.full(shape.panel, -np.inf, np.float32), np.empty(QUERIES, np.float32)
+    held = [scores, weights, top, alpha]
+    return Scratch(*(x.ctypes.data for x in held), *spans_of(QUERIES, shape)), held
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
