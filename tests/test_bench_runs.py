@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -140,13 +141,44 @@ def test_the_kernel_beside_itself():
 
 def test_thread_rings_beside_the_kernel():
     rows = rows_of("one rank", "two thread ranks", "striped", "step without compute")
-    assert len(rows) == 10
+    assert len(rows) == 14
     assert not [each.why for each in rows if each.state]
     by_name = {each.name: each for each in rows}
     assert by_name["ring of one rank forward d8 32"].of == "ring / kernel"
     assert by_name["ring of two thread ranks forward d8 32"].of == "kernel / ring"
     assert by_name["ring striped against contiguous forward d8 32"].of == "contiguous / striped"
     assert by_name["ring step without compute, 4 thread ranks, forward"].unit == "µs a step"
+    call = by_name["ring call of one step without compute, 4 thread ranks, forward"]
+    assert (call.unit, call.target) == ("µs a call", None)
+    [times] = [
+        each.times
+        for each in rows
+        if each.name.startswith("ring step") and "4 thread ranks, forward" in each.name
+    ]
+    assert call.value == pytest.approx(1e6 * statistics.median(times["one step"]))
+
+
+def test_a_step_is_what_a_pass_of_more_steps_takes_longer(monkeypatch):
+    from ringrt.bench import rings
+
+    steps = []
+    monkeypatch.setattr(
+        rings.Shards,
+        "seconds",
+        lambda self, way, calls: (
+            self._ranks.do(
+                lambda ring: (
+                    (self._pass(way, ring) and steps.append(ring.stats.steps)) or ring.stats.steps
+                )
+            )
+            * 1e-6
+        ),
+    )
+    for way, most in (("forward", 4), ("backward", 5)):
+        step, call = rows_of(f"step without compute, 4 thread ranks, {way}")
+        assert (step.value, call.value) == (pytest.approx((most - 1) / 3), pytest.approx(1))
+        assert set(steps) == {1, most}
+        steps.clear()
 
 
 def test_a_ring_that_is_wrong_fails_its_row(monkeypatch):

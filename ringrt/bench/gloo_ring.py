@@ -24,7 +24,7 @@ def run(case: Case, settings: Settings) -> Iterator[Measurement]:
     shape, names = case.shape, ("gloo by hand", "ringrt")
     given = inputs(shape)
     with ranks_of(case, settings) as ranks:
-        ours = Shards(ranks, given, shape.causal)
+        ours = Shards(ranks, given, causal=shape.causal)
         peer = Peer(given, shape.causal)
         found = ours.whole(shape.way)
         check_by_oracle(given, found[0], ours.whole_lse(), found[1:])

@@ -20,9 +20,9 @@ class Measurement:
     """What was measured under one name.
 
     `value` is a median, in `unit`: "ratio" (the only one that charts show), or "GF/s", "s",
-    "µs a step", "% of limit"; `of` says which contenders a ratio is of. `times` are the seconds of
-    every call of each contender. `figures` are further numbers by name. `state` is "failed" or
-    "skipped" where there is no value, and `why` says why, or why there is no target.
+    "µs a step", "µs a call", "% of limit"; `of` says which contenders a ratio is of. `times` are
+    the seconds of every call of each contender. `figures` are further numbers by name. `state` is
+    "failed" or "skipped" where there is no value, and `why` says why, or why there is no target.
     """
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,13 @@ NAMES = {"forward": ("out",), "backward": ("dq", "dk", "dv"), "both": ("out", "d
 
 def run(case: Case, settings: Settings) -> Iterator[Measurement]:
     """By kind."""
+    if case.kind == "steps":
+        yield from _steps(case, settings)
+        return
     measure: Callable[[Case, Settings], Measurement] = {
         "one rank": _beside_kernel,
         "two ranks": _beside_kernel,
         "partitions": _partitions,
-        "steps": _steps,
     }[case.kind]
     yield measure(case, settings)
 
@@ -40,8 +43,8 @@ class Shards:
     """A pass of every rank over its own shards, which it holds as they would come from a model:
     contiguous. What backward is of is computed before."""
 
-    def __init__(self, ranks: Ranks, given: Inputs, causal: bool) -> None:
-        self._ranks, self._causal = ranks, causal
+    def __init__(self, ranks: Ranks, given: Inputs, **masking: Any) -> None:
+        self._ranks, self._masking = ranks, masking
         self._given = given
         self._held: dict[int, tuple[Array, ...]] = {}
         self._results: dict[int, tuple[Array, Array]] = {}
@@ -70,17 +73,17 @@ class Shards:
         cut = (ring.cut(x) for x in (given.q, given.k, given.v, given.dout))
         self._held[ring.rank] = tuple(map(np.ascontiguousarray, cut))
         q, k, v, _ = self._held[ring.rank]
-        self._results[ring.rank] = ring.attention(q, k, v, causal=self._causal)
+        self._results[ring.rank] = ring.attention(q, k, v, **self._masking)
 
     def _pass(self, way: str, ring: Ring) -> tuple[Array, ...]:
         q, k, v, dout = self._held[ring.rank]
         out, lse = self._results[ring.rank]
         found: tuple[Array, ...] = ()
         if way != "backward":
-            out, lse = ring.attention(q, k, v, causal=self._causal)
+            out, lse = ring.attention(q, k, v, **self._masking)
             found = (out,)
         if way != "forward":
-            found += ring.attention_backward(dout, q, k, v, out, lse, causal=self._causal)
+            found += ring.attention_backward(dout, q, k, v, out, lse, **self._masking)
         return found
 
     def check(self, way: str, right: Any) -> None:
@@ -108,7 +111,7 @@ def _beside_kernel(case: Case, settings: Settings) -> Measurement:
     alone = Verbs(backend(settings.backend, case.cores), given)
     check_against_peer(given, case, alone)
     with ranks_of(case, settings) as ranks:
-        shards = Shards(ranks, given, shape.causal)
+        shards = Shards(ranks, given, causal=shape.causal)
         call = alone.call(shape.way)
         result = call()
         shards.check(shape.way, result[:1] if shape.way == "forward" else result)
@@ -132,7 +135,7 @@ def _partitions(case: Case, settings: Settings) -> Measurement:
         contenders = []
         for name in names:
             shards = Shards(
-                stack.enter_context(ranks_of(case, settings, name)), given, shape.causal
+                stack.enter_context(ranks_of(case, settings, name)), given, causal=shape.causal
             )
             shards.check(shape.way, result[:1] if shape.way == "forward" else result)
             contenders.append(Contender(name, partial(shards.seconds, shape.way)))
@@ -140,22 +143,31 @@ def _partitions(case: Case, settings: Settings) -> Measurement:
     return case.row(**summary(ratio(times, *names)), times=times)
 
 
-def _steps(case: Case, settings: Settings) -> Measurement:
-    """µs of a ring step in which nothing is computed: what a call of p ranks takes longer than
-    one of a single rank, over the p − 1 steps that it has more."""
+#: Every rank needs the rows of all, or none but its own: a pass of p steps, and one of a single
+#: step, alike in all else.
+_WINDOWS = {"all steps": (None, 0), "one step": (0, 0)}
+
+
+def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
+    """µs of a ring step in which nothing is computed: what a call of p steps takes longer than one
+    of a single step on the same ranks, over the p − 1 steps that it has more. Beside it, µs of the
+    call of a single step, in which the ranks agree and nothing moves."""
     count: int = case.detail["ranks"]
     shape = case.shape
-    names = (f"{count} ranks", "1 rank")
-    with contextlib.ExitStack() as stack:
+    with Team(count, backend="null") as team:
         contenders = []
-        for name, size in zip(names, (count, 1), strict=True):
-            team = stack.enter_context(Team(size, backend="null"))
-            shards = Shards(team, inputs(shape), shape.causal)
+        for name, window in _WINDOWS.items():
+            shards = Shards(team, inputs(shape), window=window)
             contenders.append(Contender(name, partial(shards.seconds, shape.way, _CALLS)))
         times = interleave(contenders, settings.repeats)
 
     def of_a_step(more: float, one: float) -> float:
         return 1e6 * (more - one) / (count - 1)
 
-    measured = summary(compare(times, *names, of_a_step)) | {"times": times}
-    return case.row(unit="µs a step", threads=count, **measured)
+    def of_a_call(_: float, one: float) -> float:
+        return 1e6 * one
+
+    step, call = (summary(compare(times, *_WINDOWS, each)) for each in (of_a_step, of_a_call))
+    yield case.row(unit="µs a step", threads=count, times=times, **step)
+    beside = case.row(unit="µs a call", threads=count, target=None, **call)
+    yield replace(beside, name=case.name.replace("ring step", "ring call of one step"))

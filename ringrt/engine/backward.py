@@ -106,16 +106,18 @@ def _add_up(step: Step, part: Arrays, carried: Arrays, like: Arrays, device: Dev
         return ()
     if part and not carried and step.sums == step.rows:
         return part
-    totals = []
-    for index, x in enumerate(like):
-        shape = x.shape[0], step.sums.count, *x.shape[2:]
-        total = device.zeros(shape, x.dtype.name)
-        if step.carry:
+    if step.carry and step.carry.rows == step.sums:
+        totals = list(carried)
+    else:
+        shapes = [(x.shape[0], step.sums.count, *x.shape[2:]) for x in like]
+        pairs = zip(shapes, like, strict=True)
+        totals = [device.zeros(shape, x.dtype.name) for shape, x in pairs]
+    for index, total in enumerate(totals):
+        if step.carry and total is not carried[index]:
             device.add_rows(total, step.carry.rows.within(step.sums), carried[index], _ALL)
         if part:
             to, rows = step.adds.within(step.sums), step.adds.within(step.rows)
             device.add_rows(total, to, part[index], rows)
-        totals.append(total)
     return tuple(totals)
 
 
@@ -178,7 +180,7 @@ class _QTravels:
 
     def compute(self, present: Arrays, step: Step, progress: Progress) -> Arrays:
         backend, run, stream = self._backend, self._run, self._run.device.stream
-        when = f"in ring step {step.index}"
+        when = "in ring step"
         with run.computing(when, step.index):
             q, dout, lse, delta = present
             grads = backend.begin_backward(q, dout, lse, delta, self._problem, stream)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from ringrt.device import Device
 from ringrt.engine.stats import PassStats, Recorder
@@ -38,26 +38,15 @@ class Pass:
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device)
 
-    @contextlib.contextmanager
-    def computing(self, when: str, step: int = -1) -> Iterator[None]:
+    def computing(self, when: str, step: int = -1) -> _Computing:
         """Times the backend; turns what goes wrong there into a `KernelError`."""
-        begin = self.device.mark()
-        try:
-            yield
-        except RingrtError:
-            raise
-        except Exception as error:
-            raise KernelError(
-                f"backend {self.stats.backend} failed on rank {self.stats.rank} {when}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        self.recorder.note(step, "compute", begin, self.device.mark())
+        return _Computing(self, when, step)
 
     def step(self, step: Step, progress: Callable[[], object], compute: Tiled) -> None:
         """Call `compute` on the step's tiles: at once, or in portions between which the
         transport makes progress."""
         for tiles in self._portions(step):
-            with self.computing(f"in ring step {step.index}", step.index):
+            with self.computing("in ring step", step.index):
                 compute(tiles)
             progress()
 
@@ -89,7 +78,32 @@ class Pass:
         self.transport.settle(self.timeout)
         self.recorder.resolve(self.stats, end)
 
-    def _portions(self, step: Step) -> Iterator[TileTable]:
+    def _portions(self, step: Step) -> list[TileTable]:
         moves = (step.send, step.recv, step.grad_send, step.carry, step.home)
         count = _PROGRESS_CALLS if self.transport.needs_progress and any(moves) else 1
-        yield from (tiles for tiles in step.tiles.portions(count) if len(tiles))
+        return [tiles for tiles in step.tiles.portions(count) if len(tiles)]
+
+
+class _Computing:
+    """A class of its own, because a pass enters it in every step: a generator takes longer."""
+
+    __slots__ = ("_begin", "_run", "_step", "_when")
+
+    def __init__(self, run: Pass, when: str, step: int) -> None:
+        self._run, self._when, self._step = run, when, step
+
+    def __enter__(self) -> None:
+        self._begin = self._run.device.mark()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run = self._run
+        if error is None:
+            run.recorder.note(self._step, "compute", self._begin, run.device.mark())
+        elif isinstance(error, Exception) and not isinstance(error, RingrtError):
+            when = self._when if self._step < 0 else f"{self._when} {self._step}"
+            raise KernelError(
+                f"backend {run.stats.backend} failed on rank {run.stats.rank} {when}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -15,7 +15,9 @@ of what lies here, they are packed first.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +40,40 @@ class Travelling(NamedTuple):
     raw: Arrays
 
 
+class _Moves(NamedTuple):
+    """The exchange of one step, as far as it is the same in every pass in the same buffers. `sends`
+    is None where what leaves is made anew."""
+
+    sends: list[Message] | None
+    recvs: list[Message]
+    carry: Travelling
+    home: Travelling
+
+
 _NOTHING = Travelling((), ())
+
+#: Buffers of up to so many bytes are kept for the next pass.
+_KEPT_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """The slots of a pass, what sums arrive in, and what has been found of them: views of the
+    slots by slot and rows, and moves by step."""
+
+    from_home: bool
+    slots: dict[int, Arrays]
+    held: int
+    views: dict[tuple[int, int], Travelling] = field(default_factory=dict)
+    moves: dict[int, _Moves] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Where the buffers of a small pass wait for the next of the same steps on a host: where little
+    is computed, it would take longer to make them than to use them."""
+
+    buffers: _Buffers | None = None
 
 
 class Exchange:
@@ -51,16 +86,13 @@ class Exchange:
     ) -> None:
         self._run, self._device, self._stats = run, run.device, run.stats
         self._home_rows = Rows.all(home[0].shape[axes[0]])
-        self._axes, self._home = axes, Travelling(home, ())
-        self._sums = [(x, x.dtype.name) for x in sums] if any(map(_has_sums, steps)) else []
-        if any(step.send and step.send.slot == HOME for step in steps):
+        self._axes, self._home, self._sums = axes, Travelling(home, ()), sums
+        kept = run.shelf.buffers
+        self._buffers = self._made(steps) if kept is None else kept
+        if self._buffers.from_home:
             everything = slice(None)
             self._home = _with_bytes(tuple(self._device.take(x, everything, 1) for x in home))
-        self._slots = {slot: self._buffers(count) for slot, count in slot_rows(steps).items()}
-        #: Views of the slots, by slot and rows.
-        self._views: dict[tuple[int, int], Travelling] = {}
-        visiting = [buffer for slot in self._slots.values() for buffer in slot]
-        self._held = sum(x.nbytes for x in (*self._home.arrays, *visiting))
+        self._held = self._buffers.held + sum([x.nbytes for x in self._home.arrays])
         self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held)
         self._posted: Mark = None
 
@@ -71,25 +103,18 @@ class Exchange:
     def post(self, step: Step, leaving: Arrays = ()) -> tuple[Ticket, Arrays, Arrays]:
         """Begin the step's exchange. `leaving` are the sums of `step.grad_send`. Returns the
         ticket, and the arrays into which `step.carry` and `step.home` are being received."""
-        carry, home = self._new_sums(step.carry), self._new_sums(step.home)
-        sends: list[Message] = []
-        recvs: list[Message] = []
-        if step.send:
-            sends += _messages(step.send, self._outgoing(step, step.send))
+        moves = self._buffers.moves.get(step.index) or self._found(step)
+        sends, recvs = moves.sends, moves.recvs
+        if sends is None:
+            sends = _messages(step.send, self._outgoing(step))
         if step.grad_send:
-            sends += _messages(step.grad_send, _with_bytes(leaving))
-        if step.recv:
-            recvs += _messages(step.recv, self._lying_in(step.recv.slot, step.recv.rows))
-        if step.carry:
-            recvs += _messages(step.carry, carry)
-        if step.home:
-            recvs += _messages(step.home, home)
-        self._stats.bytes_sent += sum(message.data.nbytes for message in sends)
-        self._stats.bytes_received += sum(message.data.nbytes for message in recvs)
+            sends = sends + _messages(step.grad_send, _with_bytes(leaving))
+        self._stats.bytes_sent += sum([message.data.nbytes for message in sends])
+        self._stats.bytes_received += sum([message.data.nbytes for message in recvs])
         self._posted = self._device.mark() if sends or recvs else None
         stream = self._device.stream
         ticket = self._run.transport.exchange(sends, recvs, step=step.index, stream=stream)
-        return ticket, carry.arrays, home.arrays
+        return ticket, moves.carry.arrays, moves.home.arrays
 
     def wait(self, step: Step, ticket: Ticket) -> None:
         """Wait for the exchange; the time counts as waiting for peers."""
@@ -101,21 +126,46 @@ class Exchange:
             span = ticket.span or (self._posted, end)
             self._run.recorder.note(step.index, "exchange", *span)
 
-    def _outgoing(self, step: Step, send: Hop) -> Travelling:
+    def finish(self) -> None:
+        """All is across, and nobody holds the buffers."""
+        if self._device.kind == "cpu" and self._buffers.held + self._of_sums() <= _KEPT_BYTES:
+            self._run.shelf.buffers = self._buffers
+
+    def _made(self, steps: list[Step]) -> _Buffers:
+        slots = {slot: self._buffers_of(count) for slot, count in slot_rows(steps).items()}
+        held = sum(x.nbytes for slot in slots.values() for x in slot)
+        from_home = any(step.send and step.send.slot == HOME for step in steps)
+        return _Buffers(from_home, slots, held)
+
+    def _of_sums(self) -> int:
+        """Bytes of what sums arrive in."""
+        every = self._buffers.moves.values()
+        return sum(x.nbytes for each in every for side in (each.carry, each.home) for x in side.raw)
+
+    def _found(self, step: Step) -> _Moves:
+        carry, home = self._new_sums(step.carry), self._new_sums(step.home)
+        recvs: list[Message] = []
+        if step.recv:
+            recvs += _messages(step.recv, self._lying_in(step.recv.slot, step.recv.rows))
+        recvs += _messages(step.carry, carry) + _messages(step.home, home)
+        onward = step.send is None or (step.send.slot != HOME and step.send.rows == step.rows)
+        sends = _messages(step.send, self._outgoing(step)) if onward else None
+        moves = self._buffers.moves[step.index] = _Moves(sends, recvs, carry, home)
+        return moves
+
+    def _outgoing(self, step: Step) -> Travelling:
         """What the step sends, each array contiguous."""
-        at_home = send.slot == HOME
+        if step.send is None:
+            return _NOTHING
+        at_home = step.send.slot == HOME
         source = self._home if at_home else self._lying_in(step.slot, step.rows)
         held = self._home_rows if at_home else step.rows
-        if send.rows == held:
+        if step.send.rows == held:
             return source
-        index, take = send.rows.within(held), self._device.take
-        pairs = zip(source.arrays, self._axes, strict=True)
-        packed = tuple(take(x, index, axis) for x, axis in pairs)
-        extra = sum(
-            new.nbytes
-            for new, old in zip(packed, source.arrays, strict=True)
-            if not _inside(new, old)
-        )
+        index, take = step.send.rows.within(held), self._device.take
+        packed = tuple(map(take, source.arrays, itertools.repeat(index), self._axes))
+        pairs = zip(packed, source.arrays, strict=True)
+        extra = sum([new.nbytes for new, old in pairs if not _inside(new, old)])
         self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held + extra)
         return _with_bytes(packed)
 
@@ -123,21 +173,24 @@ class Exchange:
         if slot == HOME:
             return self._home
         key = slot, rows.count
-        if key not in self._views:
-            self._views[key] = self._view(*key)
-        return self._views[key]
+        views = self._buffers.views
+        if key not in views:
+            views[key] = self._view(*key)
+        return views[key]
 
     def _view(self, slot: int, rows: int) -> Travelling:
         """The front of each of a slot's buffers: a slot is as large as its largest visitor."""
-        buffers = self._slots[slot] if slot in self._slots else self._buffers(0)
+        slots = self._buffers.slots
+        buffers = slots[slot] if slot in slots else self._buffers_of(0)
         arrays, raw = [], []
         for buffer, x, axis in zip(buffers, self._home.arrays, self._axes, strict=True):
             shape = _resized(x, axis, rows)
-            raw.append(buffer[: _size(shape) * x.itemsize])
-            arrays.append(raw[-1].view(x.dtype).reshape(shape))
+            part = buffer[: _size(shape) * x.itemsize]
+            raw.append(part)
+            arrays.append(part.view(x.dtype).reshape(shape))
         return Travelling(tuple(arrays), tuple(raw))
 
-    def _buffers(self, rows: int) -> Arrays:
+    def _buffers_of(self, rows: int) -> Arrays:
         """Raw bytes for so many rows of each array: each is a message of its own, all in one
         group, so that none has to be packed beside another."""
         pairs = zip(self._home.arrays, self._axes, strict=True)
@@ -148,30 +201,24 @@ class Exchange:
         if hop is None:
             return _NOTHING
         make, rows = self._device.empty, hop.rows.count
-        return _with_bytes(tuple(make(_resized(x, 1, rows), dtype) for x, dtype in self._sums))
-
-
-def _has_sums(step: Step) -> bool:
-    return step.carry is not None or step.home is not None
+        return _with_bytes(tuple(make(_resized(x, 1, rows), x.dtype.name) for x in self._sums))
 
 
 def _with_bytes(arrays: Arrays) -> Travelling:
     """Contiguous arrays, and their bytes."""
-    return Travelling(arrays, tuple(x.reshape(-1).view(np.uint8) for x in arrays))
+    return Travelling(arrays, tuple([x.reshape(-1).view(np.uint8) for x in arrays]))
 
 
-def _messages(hop: Hop, what: Travelling) -> list[Message]:
-    return [Message(hop.peer, x) for x in what.raw]
+def _messages(hop: Hop | None, what: Travelling) -> list[Message]:
+    return [] if hop is None else [Message(hop.peer, x) for x in what.raw]
 
 
 def _inside(part: Array, whole: Array) -> bool:
-    """Whether one lies in the memory of the other, which is contiguous."""
-    begin, at = (_address(x) for x in (whole, part))
+    """Whether one lies in the memory of the other, which is contiguous, or holds nothing."""
+    if isinstance(whole, np.ndarray):
+        return part.nbytes == 0 or np.may_share_memory(part, whole)
+    begin, at = int(whole.data.ptr), int(part.data.ptr)
     return begin <= at < begin + max(whole.nbytes, 1)
-
-
-def _address(x: Array) -> int:
-    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
 
 
 def _size(shape: tuple[int, ...]) -> int:

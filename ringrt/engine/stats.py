@@ -61,14 +61,12 @@ class Recorder:
 
     def resolve(self, stats: PassStats, end: Mark) -> None:
         """Fill in the times of a pass that ended at a mark."""
-        between = self._device.seconds_between
-        stats.timeline = [
-            Span(step, what, between(self._begin, begin), between(self._begin, end))
-            for step, what, begin, end in self._noted
-        ]
-        stats.seconds = between(self._begin, end)
-        stats.compute_s = self._total(stats, "compute")
-        stats.wait_s = self._total(stats, "wait")
-
-    def _total(self, stats: PassStats, what: What) -> float:
-        return sum((span.end - span.begin for span in stats.timeline if span.what == what), 0.0)
+        between, start = self._device.seconds_between, self._begin
+        total = {"compute": 0.0, "exchange": 0.0, "wait": 0.0}
+        stats.timeline = []
+        for step, what, first, last in self._noted:
+            span = Span(step, what, between(start, first), between(start, last))
+            stats.timeline.append(span)
+            total[what] += span.end - span.begin
+        stats.seconds = between(start, end)
+        stats.compute_s, stats.wait_s = total["compute"], total["wait"]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ringrt.plan.mask import IntArray
 
-
 #: Answers of `within` that each keeps: a plan asks the same in every pass.
 _KEPT = 4
 

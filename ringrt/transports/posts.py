@@ -40,16 +40,23 @@ class Post:
 _AT_ONCE = 1 << 16
 
 
+def copied(send: Array, recv: Array) -> bool:
+    """Copy the bytes of one array to another, unless they are of different sizes."""
+    if send.nbytes != recv.nbytes:
+        return False
+    if send.nbytes <= _AT_ONCE:
+        memoryview(recv)[:] = memoryview(send)
+    else:
+        np.copyto(recv, send)
+    return True
+
+
 def copy_across(send: Post, recv: Post) -> None:
     """Both sides lie in this process."""
-    sizes = send.data.nbytes, recv.data.nbytes
-    if sizes[0] == sizes[1]:
-        if sizes[0] <= _AT_ONCE:
-            memoryview(recv.data)[:] = memoryview(send.data)
-        else:
-            np.copyto(recv.data, send.data)
+    if copied(send.data, recv.data):
         send.done = recv.done = True
     else:
+        sizes = send.data.nbytes, recv.data.nbytes
         send.refuse(*sizes)
         recv.refuse(*sizes)
 
@@ -149,15 +156,15 @@ class PostTicket:
 
     def progress(self) -> bool:
         """Whether all is across; nothing needs to be moved from here."""
-        if not self._open():
+        if self._done():
             return True
         self._waiter.poll()
-        return not self._open()
+        return self._done()
 
     def wait(self, timeout: float) -> None:
         """Wait for the ranks that are behind."""
         rank = self._waiter.rank
-        if self._open() and self._waiter.wait_for(self._peers, timeout):
+        if not self._done() and self._waiter.wait_for(self._peers, timeout):
             pending = "; ".join(str(post) for post in self._open())
             raise ExchangeTimeout(
                 f"rank {rank} waited {timeout:g} s in ring step {self._step} to {pending}"
@@ -167,6 +174,9 @@ class PostTicket:
                 raise TransportError(
                     f"rank {rank}, ring step {self._step}, rank {post.peer}: {post.error}"
                 )
+
+    def _done(self) -> bool:
+        return all([post.done for post in self._posts])
 
     def _open(self) -> list[Post]:
         return [post for post in self._posts if not post.done]

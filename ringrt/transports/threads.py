@@ -15,9 +15,49 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringrt.backend import Stream
-from ringrt.errors import ExchangeTimeout, name_ranks
+from ringrt.errors import ExchangeTimeout, TransportError, name_ranks
+from ringrt.plan.partition import Array
 from ringrt.transport import HostTransport, Message
-from ringrt.transports.posts import Post, PostTicket, Standing, copy_across
+from ringrt.transports.posts import Standing, copied
+
+
+@dataclass(eq=False, slots=True)
+class _Bundle:
+    """What one exchange sends to one rank, or receives (`incoming`) from it: arrays of bytes, in
+    order. Of these so many have `met` their counterparts, and so many are `across`."""
+
+    incoming: bool
+    peer: int
+    data: list[Array]
+    met: int = 0
+    across: int = 0
+    error: str | None = None
+
+    def pending(self) -> list[str]:
+        """What is not across, each in words."""
+        verb, link = ("recv", "from") if self.incoming else ("send", "to")
+        return [
+            f"{verb} {x.nbytes} bytes {link} rank {self.peer}" for x in self.data[self.across :]
+        ]
+
+
+class _Match(NamedTuple):
+    """The next `count` arrays of a bundle that is sent, and of one that is received."""
+
+    sent: _Bundle
+    received: _Bundle
+    first_sent: int
+    first_received: int
+    count: int
+
+    def copy(self) -> None:
+        """The bytes of all."""
+        for index in range(self.count):
+            send = self.sent.data[self.first_sent + index]
+            recv = self.received.data[self.first_received + index]
+            if not copied(send, recv):
+                words = f"{send.nbytes} bytes sent meet {recv.nbytes} expected"
+                self.sent.error = self.received.error = words
 
 
 class _Sleeper(NamedTuple):
@@ -38,27 +78,44 @@ class _Group(Standing):
     size: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     asleep: dict[int, _Sleeper] = field(default_factory=dict)
-    #: Posts without a counterpart yet, all of one verb, by (source, destination).
-    unmatched: dict[tuple[int, int], deque[Post]] = field(
+    #: What waits for its counterpart, all of one direction, by (source, destination).
+    unmatched: dict[tuple[int, int], deque[_Bundle]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     #: Control-plane rounds that are not complete: payloads by rank.
     rounds: dict[int, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
 
-    def match(self, rank: int, posts: Iterable[Post]) -> list[tuple[Post, Post]]:
-        """Each of a rank's posts whose counterpart waits already, with it: (send, recv). The
-        others are left to be found."""
-        pairs = []
+    def match(self, rank: int, bundles: Iterable[_Bundle]) -> list[_Match]:
+        """What of a rank's bundles meets what waits already. The rest is left to be found."""
+        found: list[_Match] = []
         with self.lock:
-            for post in posts:
-                incoming = post.verb == "recv"
-                queue = self.unmatched[(post.peer, rank) if incoming else (rank, post.peer)]
-                if queue and queue[0].verb != post.verb:
-                    other = queue.popleft()
-                    pairs.append((other, post) if incoming else (post, other))
-                else:
-                    queue.append(post)
-        return pairs
+            for bundle in bundles:
+                incoming, peer = bundle.incoming, bundle.peer
+                queue = self.unmatched[(peer, rank) if incoming else (rank, peer)]
+                while (left := len(bundle.data) - bundle.met) and queue:
+                    other = queue[0]
+                    if other.incoming == incoming:
+                        break
+                    count = min(left, len(other.data) - other.met)
+                    sent, received = (other, bundle) if incoming else (bundle, other)
+                    found.append(_Match(sent, received, sent.met, received.met, count))
+                    bundle.met += count
+                    other.met += count
+                    if other.met == len(other.data):
+                        queue.popleft()
+                if left:
+                    queue.append(bundle)
+        return found
+
+    def settle(self, matches: Iterable[_Match]) -> None:
+        """These have been copied: wake who has waited for them, and for nothing else."""
+        with self.lock:
+            for match in matches:
+                match.sent.across += match.count
+                match.received.across += match.count
+            self._wake(
+                {rank for match in matches for rank in (match.sent.peer, match.received.peer)}
+            )
 
     def join_round(self, index: int, rank: int, payload: bytes) -> dict[int, bytes]:
         """Leave a payload in a control round; the payloads by rank, to which others may be yet to
@@ -71,11 +128,6 @@ class _Group(Standing):
                 del self.rounds[index]
                 self._wake(list(self.asleep))
         return arrived
-
-    def wake(self, ranks: Iterable[int]) -> None:
-        """Those of the ranks that have nothing left to wait for."""
-        with self.lock:
-            self._wake(ranks)
 
     def fail(self, rank: int, reason: str) -> None:
         """The first failure is kept; everyone who waits wakes up to it."""
@@ -118,6 +170,39 @@ class _Group(Standing):
         self.asleep.clear()
 
 
+class _Ticket:
+    """See `ringrt.transport.Ticket`."""
+
+    span = None
+
+    def __init__(self, end: ThreadTransport, bundles: list[_Bundle], step: int) -> None:
+        self._end, self._bundles, self._step = end, bundles, step
+
+    def progress(self) -> bool:
+        """Whether all is across; nothing needs to be moved from here."""
+        if self._peers():
+            self._end.poll()
+        return not self._peers()
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the ranks that are behind."""
+        rank = self._end.rank
+        if self._peers() and self._end.wait_for(self._peers, timeout):
+            pending = [words for bundle in self._bundles for words in bundle.pending()]
+            raise ExchangeTimeout(
+                f"rank {rank} waited {timeout:g} s in ring step {self._step} to "
+                f"{'; '.join(pending)}"
+            )
+        for bundle in self._bundles:
+            if bundle.error:
+                raise TransportError(
+                    f"rank {rank}, ring step {self._step}, rank {bundle.peer}: {bundle.error}"
+                )
+
+    def _peers(self) -> set[int]:
+        return {each.peer for each in self._bundles if each.across < len(each.data)}
+
+
 class ThreadTransport(HostTransport):
     """One thread's end. See `ringrt.transport.Transport`."""
 
@@ -136,16 +221,14 @@ class ThreadTransport(HostTransport):
         *,
         step: int,
         stream: Stream = None,
-    ) -> PostTicket:
+    ) -> _Ticket:
         """Post all messages; copy those whose counterpart is already there."""
-        group = self._group
-        posts = [Post("recv", m.peer, m.data) for m in recvs]
-        posts += [Post("send", m.peer, m.data) for m in sends]
-        if pairs := group.match(self.rank, posts):
-            for send, recv in pairs:
-                copy_across(send, recv)
-            group.wake({post.peer for post in posts if post.done})
-        return PostTicket(self, posts, step)
+        bundles = _bundles(recvs, incoming=True) + _bundles(sends, incoming=False)
+        if matches := self._group.match(self.rank, bundles):
+            for match in matches:
+                match.copy()
+            self._group.settle(matches)
+        return _Ticket(self, bundles, step)
 
     def wait_for(self, peers: Callable[[], set[int]], timeout: float) -> set[int]:
         """See `_Group.wait_for`."""
@@ -182,6 +265,14 @@ class ThreadTransport(HostTransport):
     def close(self) -> None:
         """Leave."""
         self._group.leave(self.rank)
+
+
+def _bundles(messages: Iterable[Message], incoming: bool) -> list[_Bundle]:
+    """Messages by peer."""
+    data: dict[int, list[Array]] = {}
+    for message in messages:
+        data.setdefault(message.peer, []).append(message.data)
+    return [_Bundle(incoming, peer, arrays) for peer, arrays in data.items()]
 
 
 def thread_group(size: int) -> list[ThreadTransport]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
-from ringrt_backends.cpu.pack import columns, read_row
-from ringrt_backends.cpu.spans import full_range, panel_range, set_spans, set_unions
+from ringrt_backends.cpu.pack import read_columns, read_ordered, read_row
+from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Bytes of a row of weights in fp32.
 _ROW = (SQUARE + SKEW) * 4
@@ -37,14 +37,13 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]` and K as panels
-    `[panels, k_rows, panel]`; dk and dv `[keys, row]` float64; scratch for two rows, and the
-    peaks of K and V."""
+    """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]`, K as panels
+    (see `pack.Panels`); dk and dv `[keys, row]` float64; scratch for two rows, and the peaks of K
+    and V."""
 
     k: int
     v: int
-    k_columns: int
-    k_rows: int
+    k_columns: Any
     dk: Any
     dv: Any
     pair: Any
@@ -53,7 +52,7 @@ class Block(NamedTuple):
 
 class Scratch(NamedTuple):
     """Of one thread: addresses of weights P and their gradients dS `[keys, row]` with keys as rows
-    (fp32, or bf16 in its place), of dS by pairs of keys, and of a tile of P and of slopes; the
+    (fp32, or bf16 in its place), of dS by pairs of keys, and of a panel of P and of slopes; the
     spans of a block's queries, and their unions over groups of rows."""
 
     p: int
@@ -136,17 +135,18 @@ def _pack_block(shape, source, lane, begin, end, block):  # type: ignore[no-unty
     """Pack a block of keys, and set its dk and dv to 0. The rows after it, over which a tile may
     reach, need only be numbers: of an earlier block, or 0."""
     block.peaks[:] = 0
-    k_peak = base(block.peaks)
-    one, order = base(block.pair), source.orders + lane * shape.depth * 8
+    k_peak, v_peak = base(block.peaks), base(block.peaks) + 4
+    order = source.orders + lane * shape.depth * 8
     for row in range(end - begin):
-        read_row(source.v, lane, begin + row, block.v + row * shape.value_depth * 4, k_peak + 4)
-        read_row(source.k, lane, begin + row, one, k_peak)
-        call(source.k.reorder, (one, block.k + row * shape.depth * 4, order, shape.depth))
-    stride = block.k_rows * shape.panel
-    columns(
-        source.k, lane, begin, 0, end - begin, np.uint32(0), block.pair, shape.panels, stride,
-        shape.panel, block.k_columns, k_peak,
-    )  # fmt: skip
+        read_row(source.v, lane, begin + row, block.v + row * shape.value_depth * 4, v_peak)
+        to = block.k + row * shape.depth * 4
+        read_ordered(source.k, lane, begin + row, order, base(block.pair), to, shape.depth, k_peak)
+    each, panels = 2 if shape.pairs else 1, block.k_columns
+    for row in range(0, end - begin, each):
+        read_columns(
+            source.k, lane, begin + row, end, panels.address, panels, row // each, np.uint32(0),
+            block.pair, k_peak,
+        )  # fmt: skip
     block.dk[:] = 0
     block.dv[:] = 0
 
@@ -204,19 +204,26 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
     lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
-    size = 2 if shape.pairs else 4
-    for key in range(bottom, top, shape.rows):
+    groups = -(-(top - bottom) // shape.rows)
+    full, rest_of = runs(bottom, groups, shape.rows, full_from, full_to)
+    for start, stop in ((0, full), (full, rest_of), (rest_of, groups)):
+        if start == stop:
+            continue
+        key, count = bottom + start * shape.rows, stop - start
         k, v = block.k + key * shape.depth * 4, block.v + key * shape.value_depth * 4
-        to = (key * (SQUARE + SKEW) + column) * size
-        narrow, ds = scratch.p + to, scratch.ds + to
-        p = scratch.tile if shape.pairs else narrow
         by_key = scratch.by_key + key // 2 * _ROW + column * 4
-        common = (k, q, p, narrow, units.scale, lse, rest, units.cap, scratch.slope)
-        if full_from <= key and key + shape.rows <= full_to:
+        if shape.pairs:
+            to = (key * (SQUARE + SKEW) + column) * 2
+            p, narrow, ds = scratch.tile, scratch.p + to, scratch.ds + to
+        else:
+            to = (key * (SQUARE + SKEW) + column) * 4
+            p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
+        common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope)
+        if stop == rest_of and start == full:
             call(at[0], common)
         else:
             call(at[1], (*common, first, last, key))
-        call(at[2], (v, dout, ds, p, delta, by_key, scratch.slope))
+        call(at[2], (v, dout, ds, p, count, delta, by_key, scratch.slope))
 
 
 @inner
@@ -258,7 +265,7 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
     ds = scratch.by_key if shape.pairs else scratch.ds
     for column in range(shape.panels):
         function = at[6] if column * shape.panel + shape.panel > shape.row else at[5]
-        panel = block.k_columns + column * block.k_rows * shape.panel * 4
+        panel = block.k_columns.address + column * block.k_columns.rows * shape.panel * 4
         for group in range(len(scratch.low)):
             bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)
             bottom, top = bottom // each, (top + each - 1) // each

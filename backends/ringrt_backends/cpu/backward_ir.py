@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 
-from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask
+from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import product
-from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, PTR, Body, Value
+from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
 
 
 def prob(
@@ -21,41 +23,58 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, p, narrow, scale, lse, rest, cap, slope[, first, last, row]):
+    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope[, first, last, row]):
 
         P = 2^(scale·A·B − lse − rest)
 
-    for rows of keys, 0 where masked; lse as the sum of two float32 a column. If
-    `capped` t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². With `pairs`, P goes to `narrow` as
-    well, in bf16: p is then one tile, and narrow has rows of `p_row` bf16.
+    for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
+    float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
+    slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
+    bf16, and p and slope are panels.
     """
     extra = SPAN if masked else {}
     body = Body(
-        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, scale=F32, lse=PTR, rest=PTR,
-        cap=F32, slope=PTR, **extra,
+        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32, lse=PTR,
+        rest=PTR, cap=F32, slope=PTR, **extra,
     )  # fmt: skip
-    build, args, width = body.build, body.args, body.width
-    tile = product(body, args["a"], args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+    args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
-    if capped:
-        cap_scores(body, tile)
-        for r, row in enumerate(tile):
-            for v, t in enumerate(row):
-                slope = body.fma(build.fneg(t), t, body.floats(1.0))
-                body.store(slope, args["slope"], r * row_step + v * width)
+
+    def tile_of_weights(group: Value, _: Sequence[Value]) -> Sequence[Value]:
+        a = body.step(args["a"], group, rows * depth)
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        if capped:
+            cap_scores(body, tile)
+            slopes = [[_slope(body, t) for t in row] for row in tile]
+            store_tile(body, slopes, body.step(args["slope"], group, rows * row_step), row_step)
+        _weights(body, tile, EXP2_SHORT if pairs else EXP2)
+        if masked:
+            mask(body, tile, group, 0.0)
+        store_tile(body, tile, body.step(args["p"], group, rows * row_step), row_step)
+        if pairs:
+            narrow = body.step(args["narrow"], group, rows * p_row // 2, I32)
+            _store_narrow(body, tile, narrow, p_row)
+        return []
+
+    body.loop(args["groups"], [], tile_of_weights)
+    body.build.ret_void()
+
+
+def _slope(body: Body, t: Value) -> Value:
+    """1 − t²."""
+    return body.fma(body.build.fneg(t), t, body.floats(1.0))
+
+
+def _weights(body: Body, tile: list[list[Value]], powers: Sequence[float]) -> None:
+    """2^(scale·x − lse − rest) in place of x."""
+    build, args = body.build, body.args
     scale = body.splat(args["scale"])
     for v in range(2):
-        minus = build.fneg(body.load(args["lse"], v * width))
-        rest = body.load(args["rest"], v * width)
+        minus = build.fneg(body.load(args["lse"], v * body.width))
+        rest = body.load(args["rest"], v * body.width)
         for row in tile:
             x = build.fsub(body.fma(row[v], scale, minus), rest)
-            row[v] = body.exp2(x, EXP2_SHORT if pairs else EXP2)
-    if masked:
-        mask(body, tile, 0.0)
-    _store(body, tile, args["p"], row_step)
-    if pairs:
-        _store_narrow(body, tile, args["narrow"], p_row)
-    build.ret_void()
+            row[v] = body.exp2(x, powers)
 
 
 def dscore(
@@ -68,36 +87,49 @@ def dscore(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, ds, p, delta, by_key, slope): dS = P·(A·B − delta), times slope if `capped`,
-    for rows of keys. With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys."""
+    """Emit name(a, b, ds, p, groups, delta, by_key, slope): dS = P·(A·B − delta), times slope if
+    `capped`, for groups >= 1 tiles of keys, one after the other; p and slope as `prob` has them.
+    With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys."""
     body = Body(
-        module, machine, name, a=PTR, b=PTR, ds=PTR, p=PTR, delta=PTR, by_key=PTR, slope=PTR
-    )
-    build, args, width = body.build, body.args, body.width
-    tile = product(body, args["a"], args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        module, machine, name, a=PTR, b=PTR, ds=PTR, p=PTR, groups=I64, delta=PTR, by_key=PTR,
+        slope=PTR,
+    )  # fmt: skip
+    args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
-    for v in range(2):
-        delta = body.load(args["delta"], v * width)
-        for r, row in enumerate(tile):
-            at = r * row_step + v * width
-            row[v] = build.fmul(build.fsub(row[v], delta), body.load(args["p"], at))
-            if capped:
-                row[v] = build.fmul(row[v], body.load(args["slope"], at))
-    if not pairs:
-        _store(body, tile, args["ds"], p_row)
-    else:
-        _store_narrow(body, tile, args["ds"], p_row)
-        for r in range(0, len(tile), 2):
+
+    def tile_of_gradients(group: Value, _: Sequence[Value]) -> Sequence[Value]:
+        a = body.step(args["a"], group, rows * depth)
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        factors = ["p", "slope"] if capped else ["p"]
+        pointers = [body.step(args[name], group, rows * row_step) for name in factors]
+        _gradients(body, tile, pointers, row_step)
+        if not pairs:
+            store_tile(body, tile, body.step(args["ds"], group, rows * p_row), p_row)
+            return []
+        half = rows * p_row // 2
+        _store_narrow(body, tile, body.step(args["ds"], group, half, I32), p_row)
+        by_key = body.step(args["by_key"], group, half, I32)
+        for r in range(0, rows, 2):
             for v in range(2):
                 both = body.pair(tile[r][v], tile[r + 1][v])
-                body.store(both, args["by_key"], r // 2 * p_row + v * width)
-    build.ret_void()
+                body.store(both, by_key, r // 2 * p_row + v * body.width)
+        return []
+
+    body.loop(args["groups"], [], tile_of_gradients)
+    body.build.ret_void()
 
 
-def _store(body: Body, tile: list[list[Value]], pointer: Value, row_step: int) -> None:
-    for r, row in enumerate(tile):
-        for v, value in enumerate(row):
-            body.store(value, pointer, r * row_step + v * body.width)
+def _gradients(
+    body: Body, tile: list[list[Value]], factors: Sequence[Value], row_step: int
+) -> None:
+    """(x − delta) times all factors in place of x."""
+    build = body.build
+    for v in range(2):
+        delta = body.load(body.args["delta"], v * body.width)
+        for r, row in enumerate(tile):
+            row[v] = build.fsub(row[v], delta)
+            for factor in factors:
+                row[v] = build.fmul(row[v], body.load(factor, r * row_step + v * body.width))
 
 
 def _store_narrow(body: Body, tile: list[list[Value]], pointer: Value, row_step: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
-from ringrt_backends.cpu.spans import full_range, panel_range, set_spans, set_unions
+from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Bytes of a row of scores.
 _ROW = (QUERIES + SKEW) * 4
@@ -115,13 +115,18 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
     q_panel = lane * queries.panels + q0 // shape.panel + panel
     q = queries.q + q_panel * shape.depth * shape.panel * 4
     s = scratch.scores + (bottom - begin) * _ROW + column * 4
+    groups = -(-(top - bottom) // shape.rows)
+    full, rest = runs(bottom, groups, shape.rows, full_from, full_to)
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
-    for key in range(bottom, top, shape.rows):
-        a, to = k + key * shape.depth * 4, s + (key - bottom) * _ROW
-        if full_from <= key and key + shape.rows <= full_to:
-            call(at[0], (a, q, to, scratch.top, units.cap))
+    for start, stop in ((0, full), (full, rest), (rest, groups)):
+        if start == stop:
+            continue
+        key = bottom + start * shape.rows
+        a, to, count = k + key * shape.depth * 4, s + (key - bottom) * _ROW, stop - start
+        if stop == rest and start == full:
+            call(at[0], (a, q, to, count, scratch.top, units.cap))
         else:
-            call(at[1], (a, q, to, scratch.top, units.cap, first, last, key))
+            call(at[1], (a, q, to, count, scratch.top, units.cap, first, last, key))
     each = 2 if shape.pairs else 1
     row = lane * queries.rows + q0 + column
     p = scratch.weights + (bottom - begin) // each * _ROW + column * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -11,16 +12,18 @@ from ringrt_backends.cpu.tile import in_chunks, product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
 
 
-def mask(body: Body, tile: list[list[Value]], hidden: float) -> None:
-    """Put `hidden` where key row + r is not within the span [first, last) of a query, in place.
+def mask(body: Body, tile: list[list[Value]], group: Value, hidden: float) -> None:
+    """Put `hidden` where a key is not within the span [first, last) of a query, in place.
 
-    The function has the arguments first and last, int32 `[2 vectors]`, and row."""
+    The function has the arguments first and last, int32 `[2 vectors]`, and row, the first key of
+    the first group of rows."""
     build = body.build
+    before = build.mul(group, ir.Constant(I64, len(tile)))
+    key = body.splat(build.trunc(build.add(body.args["row"], before), I32))
     for vector in range(len(tile[0])):
         at = vector * body.width
-        row = body.splat(build.trunc(body.args["row"], I32))
-        first = build.sub(body.load(body.args["first"], at, body.ints), row)
-        last = build.sub(body.load(body.args["last"], at, body.ints), row)
+        first = build.sub(body.load(body.args["first"], at, body.ints), key)
+        last = build.sub(body.load(body.args["last"], at, body.ints), key)
         for r in range(len(tile)):
             number = body.whole([r] * body.width)
             seen = build.and_(
@@ -44,27 +47,43 @@ def score(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, s, top, cap[, first, last, row]): S = A·B for rows of keys, or if `capped`
-    tanh(cap·A·B); top = the larger of itself and each column's maximum. What is masked is −inf."""
+    """Emit name(a, b, s, groups, top, cap[, first, last, row]): S = A·B for groups >= 1 tiles of
+    keys, one after the other, or if `capped` tanh(cap·A·B); top = the larger of itself and each
+    column's maximum. What is masked is −inf."""
     extra = SPAN if masked else {}
-    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, top=PTR, cap=F32, **extra)
-    a, b, s, top = (body.args[key] for key in ("a", "b", "s", "top"))
-    tile = product(body, a, b, depth, a_row=depth, a_step=1, pairs=pairs)
-    if capped:
-        cap_scores(body, tile)
-    if masked:
-        mask(body, tile, -math.inf)
-    for vector in range(2):
-        at = vector * body.width
-        column = [row[vector] for row in tile]
-        for r, value in enumerate(column):
-            body.store(value, s, r * s_row + at)
-        column.append(body.load(top, at))
-        while len(column) > 1:  # a tree: the chain of maxima stays short
-            halves = zip(column[::2], column[1::2], strict=False)
-            column = [body.larger(*pair) for pair in halves] + column[len(column) // 2 * 2 :]
-        body.store(column[0], top, at)
+    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, groups=I64, top=PTR, cap=F32, **extra)
+    args, rows = body.args, machine.rows
+
+    def tile_of_scores(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
+        a, s = body.step(args["a"], group, rows * depth), body.step(args["s"], group, rows * s_row)
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        if capped:
+            cap_scores(body, tile)
+        if masked:
+            mask(body, tile, group, -math.inf)
+        store_tile(body, tile, s, s_row)
+        return [_column_maximum(body, tile, v, top) for v, top in enumerate(tops)]
+
+    tops = [body.load(args["top"], v * body.width) for v in range(2)]
+    for v, top in enumerate(body.loop(args["groups"], tops, tile_of_scores)):
+        body.store(top, args["top"], v * body.width)
     body.build.ret_void()
+
+
+def _column_maximum(body: Body, tile: list[list[Value]], vector: int, top: Value) -> Value:
+    """As a tree: the chain of maxima stays short."""
+    column = [*(row[vector] for row in tile), top]
+    while len(column) > 1:
+        halves = zip(column[::2], column[1::2], strict=False)
+        column = [body.larger(*pair) for pair in halves] + column[len(column) // 2 * 2 :]
+    return column[0]
+
+
+def store_tile(body: Body, tile: list[list[Value]], pointer: Value, row_step: int) -> None:
+    """Rows of floats, `row_step` apart."""
+    for r, row in enumerate(tile):
+        for v, value in enumerate(row):
+            body.store(value, pointer, r * row_step + v * body.width)
 
 
 def cap_scores(body: Body, tile: list[list[Value]]) -> None:

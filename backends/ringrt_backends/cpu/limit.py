@@ -4,6 +4,7 @@ first-level cache."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -31,10 +32,7 @@ def flop_limit(machine: Machine, dtype: str) -> float | None:
         return None
     module = ir.Module()
     # One chunk: the sum is not interrupted.
-    plain = Machine(
-        machine.name, machine.width, machine.rows, machine.cpu, machine.features,
-        chunk=_DEPTH, pairs=machine.pairs,
-    )  # fmt: skip
+    plain = replace(machine, chunk=_DEPTH)
     add_product(
         module, plain, "tile", a_row=_DEPTH, a_step=1, c_row=plain.panel, vectors=2, pairs=pairs
     )

@@ -1,5 +1,5 @@
-"""Which vector code this machine runs: the width of its vectors, and the size of the register
-tile that fits its registers."""
+"""Which vector code this machine runs: the width of its vectors, and how its registers are
+used."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Machine:
 
     name: str
     width: int
-    rows: int
     cpu: str
     features: str
+    rows: int = 6
     chunk: int = 16
     scalef: bool = False
     pairs: str = ""
@@ -55,12 +55,12 @@ def this_machine(without: tuple[str, ...] = ()) -> Machine | None:
         # Left alone, LLVM splits the vectors, for the sake of the clock of other programs.
         features += ",-prefer-256-bit"
         pairs = "native" if found.get("avx512bf16") else ""
-        return Machine("avx512", 16, 12, cpu, features, scalef=True, pairs=pairs)
+        return Machine("avx512", 16, cpu, features, scalef=True, pairs=pairs)
     if found.get("avx2") and found.get("fma") and found.get("f16c"):
-        return Machine("avx2", 8, 6, cpu, features)
+        return Machine("avx2", 8, cpu, features)
     aarch64 = llvm.get_process_triple().startswith(("aarch64", "arm64"))
     if aarch64 and "neon" not in without:
-        return Machine("neon", 4, 12, cpu, features)
+        return Machine("neon", 4, cpu, features)
     return None
 
 
@@ -73,7 +73,7 @@ def emulated_pairs() -> Machine:
     """The code for AVX512-BF16 with its instructions put together from others, for a machine
     that lacks them: slow, and the same but for rounding."""
     features = llvm.get_host_cpu_features().flatten()
-    return Machine("emulated", 16, 12, llvm.get_host_cpu_name(), features, pairs="emulated")
+    return Machine("emulated", 16, llvm.get_host_cpu_name(), features, pairs="emulated")
 
 
 def _lacks(feature: str, absent: str) -> bool:

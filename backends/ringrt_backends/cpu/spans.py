@@ -61,3 +61,12 @@ def full_range(panel, shape, first, last):  # type: ignore[no-untyped-def]
     for i in range(panel * shape.panel, panel * shape.panel + shape.panel):
         bottom, top = max(bottom, np.int64(first[i])), min(top, np.int64(last[i]))
     return bottom, top
+
+
+@inner
+def runs(first, count, rows, full_from, full_to):  # type: ignore[no-untyped-def]
+    """Of `count` groups of `rows` keys from key `first` on, how many to mask before those that all
+    queries see in full, and before those after it: [0, a), [a, b), [b, count)."""
+    a = min(max(-(-(full_from - first) // rows), 0), count)
+    b = min(max((full_to - first) // rows, a), count)
+    return a, b

@@ -30,6 +30,7 @@ from ringrt_backends.cpu.layout import (
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.pack import Panels
 from ringrt_backends.cpu.workers import Workers
 
 #: So many tasks there should be, whatever the number of threads, for sums must not depend on it.
@@ -172,12 +173,11 @@ class TiledBackward:
         half = 2 if shape.pairs else 1
         columns = np.zeros((lanes, panels, padded // half, shape.panel), np.uint32)
         peaks = np.zeros((lanes, blocks), np.uint32)
-        tasks, drive = grid(lanes, blocks), self._workers.drive
+        tasks, drive = grid(x.shape[0], blocks), self._workers.drive
         source, x = source_of(self._move, x, shape.pairs)
         drive(pack.pack_turned, tasks, source, orders, group, rows, flip, SQUARE, turned, peaks)
-        drive(
-            pack.pack_columns, tasks, source, 0, 0, rows, np.uint32(0), SQUARE, columns, peaks.copy()
-        )
+        to = Panels(columns.ctypes.data, *columns.shape[1:])
+        drive(pack.pack_columns, tasks, source, rows, SQUARE, to, peaks.copy())
         return turned, columns, peaks
 
 
@@ -211,15 +211,14 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     rows = SQUARE + shape.rows
     rows += rows % 2
     k_rows = rows // (2 if shape.pairs else 1)
-    held = [
-        np.zeros((rows, shape.depth), np.uint32),
-        np.zeros((rows, shape.value_depth), np.uint32),
-        np.zeros((shape.panels, k_rows, shape.panel), np.uint32),
-    ]
+    k, v = (np.zeros((rows, depth), np.uint32) for depth in (shape.depth, shape.value_depth))
+    k_columns = np.zeros((shape.panels, k_rows, shape.panel), np.uint32)
+    panels = Panels(k_columns.ctypes.data, *k_columns.shape)
     sums = np.zeros((rows, shape.row)), np.zeros((rows, shape.value_row))
     pair = np.zeros((2, shape.panels * shape.panel), np.uint32)
     peaks = np.zeros(2, np.float32)
-    return Block(*(x.ctypes.data for x in held), k_rows, *sums, pair, peaks), held
+    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, pair, peaks)
+    return block, [k, v, k_columns]
 
 
 def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
@@ -228,7 +227,7 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     p, ds = np.empty(size, np.float32), np.empty(size, np.float32)
     by_key = np.empty((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
     # A slope goes with each weight, and lies as it does.
-    tiles = (shape.rows, shape.panel) if shape.pairs else (shape.rows, width)
+    tiles = (keys, shape.panel) if shape.pairs else (keys, width)
     tile, slope = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
     held = [p, ds, by_key, tile, slope]
     return Scratch(*(x.ctypes.data for x in held), *spans_of(SQUARE, shape)), held

@@ -34,7 +34,7 @@ from ringrt_backends.cpu.layout import (
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.pack import Source
+from ringrt_backends.cpu.pack import Panels, Source
 from ringrt_backends.cpu.workers import Workers
 
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
@@ -91,7 +91,7 @@ class TiledForward:
         orders = orders_of(q, problem, shape)
         source, given = source_of(self._move, q, shape.pairs)
         self._workers.drive(
-            pack.pack_turned, grid(lanes, blocks), source, orders, problem.group, rows,
+            pack.pack_turned, grid(q.shape[0], blocks), source, orders, problem.group, rows,
             flip_of(problem, shape.pairs), QUERIES, panels, peaks,
         )  # fmt: skip
         m, z = np.full((lanes, padded), -np.inf), np.zeros((lanes, padded))
@@ -170,9 +170,11 @@ class TiledForward:
         k_rows, v_panels = state.memory[count, rows]
         parts = -(-size // _PART)
         peaks = np.zeros((2, count, parts), np.uint32)
-        tasks, given, drive = grid(count, parts), (slot, begin, size), self._workers.drive
-        drive(pack.pack_rows, tasks, k, state.orders, *given, _PART, k_rows, peaks[0])
-        drive(pack.pack_columns, tasks, v, *given, np.uint32(0), _PART, v_panels, peaks[1])
+        panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
+        self._workers.drive(
+            pack.pack_keys, np.arange(parts), k, v, state.orders, slot, count, begin, size, _PART,
+            k_rows, panels, peaks,
+        )  # fmt: skip
         return Keys(
             k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
             ordinary(peaks[0]) & ordinary(peaks[1]),
