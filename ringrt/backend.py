@@ -123,7 +123,8 @@ class BackendSpec:
     multiplied, as tensor cores ask for, or a block's results before they are merged; verification
     allows for it. A function of the dtype's name where it depends on that, or on the machine.
     `contains_nan`: NaN and inf in what a row does not see cannot reach it even inside a tile that
-    it sees in part; where that is False, whole tiles still keep them out.
+    it sees in part; where that is False, whole tiles still keep them out. `detail()` says in words
+    what it uses of this machine, for `ringrt doctor`.
     """
 
     name: str
@@ -134,6 +135,7 @@ class BackendSpec:
     device: Kind = "cpu"
     rounds_weights: bool | Callable[[str], bool] = False
     contains_nan: bool = True
+    detail: Callable[[], str] | None = None
 
     def rounds(self, dtype: str) -> bool:
         """Whether weights are rounded for inputs of this dtype; see `rounds_weights`."""

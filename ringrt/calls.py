@@ -9,7 +9,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ringrt.device.cuda import CudaDevice
 from ringrt.device.driver import cupy
 from ringrt.device.host import HOST
 from ringrt.engine.agree import Record, agree, agree_ready, said, say, tell_failure
+from ringrt.engine.buffers import Shelf
 from ringrt.errors import (
     BackendUnavailable,
     HandoffError,
@@ -61,6 +62,7 @@ class Prepared:
     operation: str = "forward"
     #: For the gradient of sinks: which query rows see any key, bool `[rows]`.
     seen: Array | None = None
+    shelf: Shelf = field(default_factory=Shelf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Caller:
 
     def agree(self, record: Record) -> list[Record]:
         """Compare this rank's record with every other's; see `ringrt.engine.agree`."""
-        return agree(self.transport, self._common | record, self.options.timeout)
+        return agree(self.transport, {**self._common, **record}, self.options.timeout)
 
     def prepare(
         self,

@@ -358,7 +358,9 @@ class Ring:
         observe = self._observe if self.on_step or registry().plugins.observed else None
         try:
             with call.device.running():
-                yield Pass(call.device, call.transport, self.stats, self.timeout, observe)
+                yield Pass(
+                    call.device, call.transport, self.stats, self.timeout, observe, call.shelf
+                )
         except BaseException as error:
             self._transport.abort(str(error) or type(error).__name__)
             call.device.drain(self.timeout)

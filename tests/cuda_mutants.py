@@ -119,7 +119,7 @@ QUEUE_MUTANTS = [
     QueueMutant("compute does not wait for the copies in", "threads", _STAGED, "self._stream.wait_event(end)", "pass"),
     QueueMutant("a chunk is left out", "threads", _STAGED, "self._rounds = -(-most // transport.chunk)", "self._rounds = most // transport.chunk"),
     # The loop.
-    QueueMutant("one slot for all visitors", "nccl", _EXCHANGE, "self._slots = {slot: self._buffers(count) for slot, count in slot_rows(steps).items()}", "self._slots = dict.fromkeys((0, 1), self._buffers(max(slot_rows(steps).values(), default=0)))"),
+    QueueMutant("one slot for all visitors", "nccl", _EXCHANGE, "slots = {slot: self._buffers_of(count) for slot, count in slot_rows(steps).items()}", "slots = dict.fromkeys((0, 1), self._buffers_of(max(slot_rows(steps).values(), default=0)))"),
     QueueMutant("never waits", "nccl", _EXCHANGE, "ticket.wait(self._run.timeout)", "pass"),
     QueueMutant("computes on what is coming", "nccl", _LOOP, "k_now, v_now = exchange.present(step)", "k_now, v_now = exchange.present(steps[done % len(steps)])"),
     QueueMutant("adds to sums before they are there", "nccl", _LOOP_BACK, "        exchange.wait(step, ticket)\n        leaving = _add_up(step, part, carried, side.sums, run.device)\n", "        leaving = _add_up(step, part, carried, side.sums, run.device)\n        exchange.wait(step, ticket)\n"),

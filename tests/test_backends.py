@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numba.core.dispatcher import Dispatcher
 
 import oracle
 from ringrt.backend import BackendContext
@@ -15,15 +16,20 @@ from ringrt.errors import KernelError
 from ringrt.plan import Mask, Piece, Problem, Run
 from ringrt.plan.tiles import TileTable, lower
 from ringrt.registry import registry
+from ringrt_backends.cpu import backward, forward, pack
+from ringrt_backends.cpu.backend import CpuBackend
 from support import BACKENDS, assert_close, numpy_dtype, random_qkv
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.fixture(params=[*BACKENDS, "cpu-3-threads"])
+@pytest.fixture(params=[*BACKENDS, "cpu-3-threads", "cpu-plain"])
 def backend(request):
-    name, threads = (request.param, 1) if request.param in BACKENDS else ("cpu", 3)
-    made = registry().backend(name).load(BackendContext(threads))
+    if request.param == "cpu-plain":
+        made = CpuBackend(2, None)
+    else:
+        name, threads = (request.param, 1) if request.param in BACKENDS else ("cpu", 3)
+        made = registry().backend(name).load(BackendContext(threads))
     yield made
     made.close()
 
@@ -247,18 +253,49 @@ def test_a_row_without_keys_has_the_sink_as_its_lse(backend):
     assert lse[0].tolist() == [[1.25] * 3, [-np.inf] * 3]
 
 
-def test_read_only_inputs_compile_nothing_more():
-    from ringrt_backends.cpu_kernel import absorb, absorb_backward
+def drivers():
+    """All that threads are given to run, and in how many ways each is compiled."""
+    found = {}
+    for module in (pack, forward, backward):
+        for name, value in vars(module).items():
+            if isinstance(value, Dispatcher) and "no_cpython_wrapper" not in value.targetoptions:
+                found[f"{module.__name__}.{name}"] = len(value.signatures)
+    return found
 
-    made = registry().backend("cpu").load(BackendContext(1))
+
+def layouts(x):
+    """The same numbers: read-only, in strides of every kind, and of few of several heads."""
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    turned = np.ascontiguousarray(x.transpose(3, 0, 2, 1)).transpose(1, 3, 2, 0)
+    reversed_twice = np.ascontiguousarray(x[:, ::-1])[:, ::-1]
+    padded = np.zeros((x.shape[0], x.shape[1], x.shape[2] + 1, x.shape[3] + 1), x.dtype)
+    padded[:, :, 1:, 1:] = x
+    heads_first = np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    return frozen, turned, reversed_twice, padded[:, :, 1:, 1:], heads_first
+
+
+def test_no_input_compiles_anything_more():
+    """After `prepare`: compiling takes seconds, in which the other ranks' deadlines pass."""
+    made = registry().backend("cpu").load(BackendContext(2))
+    if made.machine is None:
+        pytest.skip("no compiled code for this machine")
     q, k, v = random_qkv(70, q_heads=1)
-    run(made, q, k, v, Mask.full(70, 70))
-    before = len(absorb.signatures), len(absorb_backward.signatures)
-    for x in (q, k, v):
-        x.flags.writeable = False
-    run(made, q, k, v, Mask.full(70, 70))
-    run_backward(made, v, q, k, v, Mask.full(70, 70))
-    assert (len(absorb.signatures), len(absorb_backward.signatures)) == before
+    made.prepare(Problem(1, 1, 1, 8, 8, 70, 70, "float32", Mask.full(70, 70), 1.0))
+    before = drivers()
+    assert len(before) == 7, before
+    assert set(before.values()) == {1}
+    mask = Mask([Piece(0, 30, 0, 25, 0), Piece(31, 70, 26, 70, None, 12)])
+    sink = np.array([0.5, -1.0, 2.0, -np.inf])
+    for dtype in ("float32", "float16", "bfloat16"):
+        for batch in (2, 1, 0):
+            arrays = random_qkv(70, batch=batch, q_heads=4, kv_heads=2, dtype=dtype)
+            for q, k, v in zip(*map(layouts, arrays), strict=True):
+                run(made, q, k, v, mask, sink=sink, softcap=2.0)
+                dout = layouts(q.copy())[0]
+                shards = [Run(30, 1, 40), Run(0, 1, 30)]
+                run_backward(made, dout, q, k, v, mask, shards, softcap=2.0)
+    assert drivers() == before
 
 
 def run_backward(backend, dout, q, k, v, mask, shards=None, **options):

@@ -47,6 +47,30 @@ def example(length=45, kv_length=None, dtype="float32", seed=0, **shape):
     return q, k, v, random_qkv(length, dtype=dtype, seed=seed + 50, **dout_shape)[0]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("travel", TRAVELS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 9)}], ids=str)
+def test_one_ring_again_and_again(schedule, travel, options):
+    """Small buffers are kept from one pass to the next; what is in them is not, and what has been
+    returned is the caller's."""
+    every = [example(seed=seed) for seed in range(3)]
+
+    def on_rank(ring):
+        results = []
+        for q, k, v, dout in (map(ring.cut, arrays) for arrays in every):
+            out, lse = ring.attention(q, k, v, **options)
+            results.append((out, lse, *ring.attention_backward(dout, q, k, v, out, lse, **options)))
+        return [(*map(ring.unshard, (o, *grads)), ring.unshard(lse, 2))
+                for o, lse, *grads in results]  # fmt: skip
+
+    how = {"schedule": schedule, "travel": travel, "backend": "reference", "timeout": TIMEOUT}
+    results = ringrt.run_threads(on_rank, 4, partition="contiguous", **how)[0]
+    for (q, k, v, dout), (out, *gradients, lse) in zip(every, results, strict=True):
+        seen = visible(45, 45, **options)
+        assert_close((out, lse), oracle.attention(q, k, v, seen))
+        assert_gradients(gradients, oracle.gradients(dout, q, k, v, seen), "float32")
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("travel", TRAVELS)

@@ -56,6 +56,33 @@ def test_messages_between_two_ranks_match_in_order():
     assert on_threads(thread_group(2), several) == [[[1] * 5, [2] * 9, []]] * 2
 
 
+@pytest.mark.parametrize("together", ["sends", "receives", "neither"])
+def test_messages_match_however_they_are_grouped(together):
+    """Of two ranks that post at the same time, one or both message by message; the third posts
+    nothing of the sort, and is not mixed up with them."""
+
+    def several(end):
+        peer, other = (1, 2) if end.rank == 0 else (0, 2)
+        if end.rank == 2:
+            got = [data(0), data(0)]
+            end.exchange([], [Message(1, got[1]), Message(0, got[0])], step=0).wait(10)
+            return [int(x[0]) for x in got]
+        got = [data(0, n) for n in range(4)]
+        sends = [Message(peer, data(10 * end.rank + n, n)) for n in range(4)]
+        sends.insert(2, Message(other, data(100 + end.rank)))
+        recvs = [Message(peer, x) for x in got]
+        parts = [(sends, [])] if together == "sends" else [([each], []) for each in sends]
+        parts += [([], recvs)] if together == "receives" else [([], [each]) for each in recvs]
+        for ticket in [end.exchange(*part, step=0) for part in parts]:
+            ticket.wait(10)
+        return [x.tolist() for x in got]
+
+    first, second, third = on_threads(thread_group(3), several)
+    assert first == [[10 + n] * n for n in range(4)]
+    assert second == [[n] * n for n in range(4)]
+    assert third == [100, 101]
+
+
 def test_sizes_that_do_not_match_are_an_error_on_both_sides():
     def wrong(end):
         peer = 1 - end.rank

@@ -36,6 +36,7 @@ def ringrt_register_backends() -> list[BackendSpec]:
             load=_load_cpu,
             priority=50,
             rounds_weights=_cpu_rounds_weights,
+            detail=_cpu_detail,
         ),
         # Not taken unasked before its speed has been measured on a GPU.
         BackendSpec(
@@ -96,6 +97,12 @@ def _cpu_rounds_weights(dtype: str) -> bool:
 
     machine, _ = code_in_use()
     return dtype == "bfloat16" and machine is not None and machine.pairs != ""
+
+
+def _cpu_detail() -> str:
+    from ringrt_backends.cpu.backend import code_in_use
+
+    return code_in_use()[1]
 
 
 def _load_reference(context: BackendContext) -> Backend:

@@ -145,7 +145,7 @@ def _partitions(case: Case, settings: Settings) -> Measurement:
 
 #: Every rank needs the rows of all, or none but its own: a pass of p steps, and one of a single
 #: step, alike in all else.
-_WINDOWS = {"all steps": (None, 0), "one step": (0, 0)}
+_WINDOWS = (None, 0), (0, 0)
 
 
 def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
@@ -153,10 +153,10 @@ def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
     of a single step on the same ranks, over the p − 1 steps that it has more. Beside it, µs of the
     call of a single step, in which the ranks agree and nothing moves."""
     count: int = case.detail["ranks"]
-    shape = case.shape
+    shape, names = case.shape, ("all steps", "one step")
     with Team(count, backend="null") as team:
         contenders = []
-        for name, window in _WINDOWS.items():
+        for name, window in zip(names, _WINDOWS, strict=True):
             shards = Shards(team, inputs(shape), window=window)
             contenders.append(Contender(name, partial(shards.seconds, shape.way, _CALLS)))
         times = interleave(contenders, settings.repeats)
@@ -167,7 +167,7 @@ def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
     def of_a_call(_: float, one: float) -> float:
         return 1e6 * one
 
-    step, call = (summary(compare(times, *_WINDOWS, each)) for each in (of_a_step, of_a_call))
+    step, call = (summary(compare(times, *names, each)) for each in (of_a_step, of_a_call))
     yield case.row(unit="µs a step", threads=count, times=times, **step)
     beside = case.row(unit="µs a call", threads=count, target=None, **call)
     yield replace(beside, name=case.name.replace("ring step", "ring call of one step"))

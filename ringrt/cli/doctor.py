@@ -66,6 +66,9 @@ def _try_backend(name: str, transport: str = "threads") -> Check:
         return Check(what, False, one_line(error), "report it", essential)
     error_size = float(np.max(abs(out - expected)))
     detail = f"two thread ranks, max difference to the definition {error_size:.1e}"
+    describe = registry().backends[name].detail
+    if describe is not None:
+        detail += f"; {describe()}"
     right = error_size < 1e-5
     return Check(what, right, detail, "" if right else "report it", essential)
 

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from ringrt.backend import Backend
 from ringrt.device import Device
+from ringrt.engine.buffers import Arrays
 from ringrt.engine.compute import Pass, Tiled
-from ringrt.engine.exchange import Arrays, Exchange
+from ringrt.engine.exchange import Exchange
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.rows import Rows
@@ -85,6 +86,7 @@ def backward(
         leaving = _add_up(step, part, carried, side.sums, run.device)
         _add_arrived(step, arriving, side.sums, run.device)
         run.done(done, len(steps))
+    exchange.finish()
     with run.computing("at the end"):
         dq, dk, dv = (run.device.rounded(x, problem.dtype) for x in side.finish())
     run.finish()

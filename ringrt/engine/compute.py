@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ringrt.device import Device
+from ringrt.engine.buffers import Shelf
 from ringrt.engine.stats import PassStats, Recorder
 from ringrt.errors import KernelError, RingrtError
 from ringrt.hookspecs import RingStep
@@ -33,6 +34,7 @@ class Pass:
     stats: PassStats
     timeout: float
     on_step: OnStep | None = None
+    shelf: Shelf = field(default_factory=Shelf)
     recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,9 +81,10 @@ class Pass:
         self.recorder.resolve(self.stats, end)
 
     def _portions(self, step: Step) -> list[TileTable]:
-        moves = (step.send, step.recv, step.grad_send, step.carry, step.home)
-        count = _PROGRESS_CALLS if self.transport.needs_progress and any(moves) else 1
-        return [tiles for tiles in step.tiles.portions(count) if len(tiles)]
+        portions = [step.tiles]
+        if self.transport.needs_progress and step.moves:
+            portions = step.tiles.portions(_PROGRESS_CALLS)
+        return [tiles for tiles in portions if len(tiles)]
 
 
 class _Computing:

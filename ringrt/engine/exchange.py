@@ -17,63 +17,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from ringrt.device import Mark
+from ringrt.engine.buffers import KEPT_BYTES, NOTHING, Arrays, Buffers, Moves, Travelling
 from ringrt.engine.compute import Pass
 from ringrt.plan.cost import slot_rows
 from ringrt.plan.partition import Array
 from ringrt.plan.rows import Rows
 from ringrt.plan.schedule import HOME, Hop, Step
 from ringrt.transport import Message, Ticket
-
-Arrays = tuple[Array, ...]
-
-
-class Travelling(NamedTuple):
-    """Arrays, and the bytes of each: what is computed on, and what is sent and received."""
-
-    arrays: Arrays
-    raw: Arrays
-
-
-class _Moves(NamedTuple):
-    """The exchange of one step, as far as it is the same in every pass in the same buffers. `sends`
-    is None where what leaves is made anew."""
-
-    sends: list[Message] | None
-    recvs: list[Message]
-    carry: Travelling
-    home: Travelling
-
-
-_NOTHING = Travelling((), ())
-
-#: Buffers of up to so many bytes are kept for the next pass.
-_KEPT_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """The slots of a pass, what sums arrive in, and what has been found of them: views of the
-    slots by slot and rows, and moves by step."""
-
-    from_home: bool
-    slots: dict[int, Arrays]
-    held: int
-    views: dict[tuple[int, int], Travelling] = field(default_factory=dict)
-    moves: dict[int, _Moves] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Shelf:
-    """Where the buffers of a small pass wait for the next of the same steps on a host: where little
-    is computed, it would take longer to make them than to use them."""
-
-    buffers: _Buffers | None = None
 
 
 class Exchange:
@@ -87,11 +41,9 @@ class Exchange:
         self._run, self._device, self._stats = run, run.device, run.stats
         self._home_rows = Rows.all(home[0].shape[axes[0]])
         self._axes, self._home, self._sums = axes, Travelling(home, ()), sums
-        kept = run.shelf.buffers
-        self._buffers = self._made(steps) if kept is None else kept
+        self._buffers = run.shelf.take() or self._made(steps)
         if self._buffers.from_home:
-            everything = slice(None)
-            self._home = _with_bytes(tuple(self._device.take(x, everything, 1) for x in home))
+            self._home = _with_bytes(tuple([self._contiguous(x) for x in home]))
         self._held = self._buffers.held + sum([x.nbytes for x in self._home.arrays])
         self._stats.peak_kv_bytes = max(self._stats.peak_kv_bytes, self._held)
         self._posted: Mark = None
@@ -110,7 +62,7 @@ class Exchange:
         if step.grad_send:
             sends = sends + _messages(step.grad_send, _with_bytes(leaving))
         self._stats.bytes_sent += sum([message.data.nbytes for message in sends])
-        self._stats.bytes_received += sum([message.data.nbytes for message in recvs])
+        self._stats.bytes_received += moves.incoming
         self._posted = self._device.mark() if sends or recvs else None
         stream = self._device.stream
         ticket = self._run.transport.exchange(sends, recvs, step=step.index, stream=stream)
@@ -127,22 +79,24 @@ class Exchange:
             self._run.recorder.note(step.index, "exchange", *span)
 
     def finish(self) -> None:
-        """All is across, and nobody holds the buffers."""
-        if self._device.kind == "cpu" and self._buffers.held + self._of_sums() <= _KEPT_BYTES:
+        """All is across."""
+        if self._buffers.kept:
             self._run.shelf.buffers = self._buffers
 
-    def _made(self, steps: list[Step]) -> _Buffers:
+    def _contiguous(self, x: Array) -> Array:
+        return x if x.flags.c_contiguous else self._device.take(x, slice(None), 1)
+
+    def _made(self, steps: list[Step]) -> Buffers:
         slots = {slot: self._buffers_of(count) for slot, count in slot_rows(steps).items()}
         held = sum(x.nbytes for slot in slots.values() for x in slot)
         from_home = any(step.send and step.send.slot == HOME for step in steps)
-        return _Buffers(from_home, slots, held)
+        hops = [hop for step in steps for hop in (step.carry, step.home) if hop]
+        rows = sum(hop.rows.count for hop in hops)
+        sums = sum(_size(_resized(x, 1, rows)) * x.itemsize for x in self._sums)
+        kept = self._device.kind == "cpu" and held + sums <= KEPT_BYTES
+        return Buffers(from_home, slots, held, kept)
 
-    def _of_sums(self) -> int:
-        """Bytes of what sums arrive in."""
-        every = self._buffers.moves.values()
-        return sum(x.nbytes for each in every for side in (each.carry, each.home) for x in side.raw)
-
-    def _found(self, step: Step) -> _Moves:
+    def _found(self, step: Step) -> Moves:
         carry, home = self._new_sums(step.carry), self._new_sums(step.home)
         recvs: list[Message] = []
         if step.recv:
@@ -150,13 +104,16 @@ class Exchange:
         recvs += _messages(step.carry, carry) + _messages(step.home, home)
         onward = step.send is None or (step.send.slot != HOME and step.send.rows == step.rows)
         sends = _messages(step.send, self._outgoing(step)) if onward else None
-        moves = self._buffers.moves[step.index] = _Moves(sends, recvs, carry, home)
+        incoming = sum(message.data.nbytes for message in recvs)
+        moves = Moves(sends, recvs, incoming, carry, home)
+        if self._buffers.kept:
+            self._buffers.moves[step.index] = moves
         return moves
 
     def _outgoing(self, step: Step) -> Travelling:
         """What the step sends, each array contiguous."""
         if step.send is None:
-            return _NOTHING
+            return NOTHING
         at_home = step.send.slot == HOME
         source = self._home if at_home else self._lying_in(step.slot, step.rows)
         held = self._home_rows if at_home else step.rows
@@ -199,7 +156,7 @@ class Exchange:
 
     def _new_sums(self, hop: Hop | None) -> Travelling:
         if hop is None:
-            return _NOTHING
+            return NOTHING
         make, rows = self._device.empty, hop.rows.count
         return _with_bytes(tuple(make(_resized(x, 1, rows), x.dtype.name) for x in self._sums))
 

@@ -37,6 +37,7 @@ def forward(
         )
         exchange.wait(step, ticket)
         run.done(done, len(steps))
+    exchange.finish()
     with run.computing("at the end"):
         out, lse = backend.finish(state, stream)
         _check_shapes(q, problem, out, lse)

@@ -56,10 +56,14 @@ class Step:
     home: Hop | None = None
 
     @property
+    def moves(self) -> bool:
+        """Something leaves or arrives."""
+        return any((self.send, self.recv, self.grad_send, self.carry, self.home))
+
+    @property
     def idle(self) -> bool:
         """Nothing is computed and nothing moves."""
-        moves = (self.send, self.recv, self.grad_send, self.carry, self.home)
-        return len(self.tiles) == 0 and not any(moves)
+        return len(self.tiles) == 0 and not self.moves
 
 
 @dataclass(frozen=True, slots=True)

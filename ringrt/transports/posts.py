@@ -42,10 +42,11 @@ _AT_ONCE = 1 << 16
 
 def copied(send: Array, recv: Array) -> bool:
     """Copy the bytes of one array to another, unless they are of different sizes."""
-    if send.nbytes != recv.nbytes:
+    size = send.nbytes
+    if size != recv.nbytes:
         return False
-    if send.nbytes <= _AT_ONCE:
-        memoryview(recv)[:] = memoryview(send)
+    if size <= _AT_ONCE:
+        recv.data[:] = send.data
     else:
         np.copyto(recv, send)
     return True

@@ -42,19 +42,15 @@ class _Bundle:
 
 
 class _Match(NamedTuple):
-    """The next `count` arrays of a bundle that is sent, and of one that is received."""
+    """Arrays of a bundle that is sent, each with its counterpart in one that is received."""
 
     sent: _Bundle
     received: _Bundle
-    first_sent: int
-    first_received: int
-    count: int
+    pairs: list[tuple[Array, Array]]
 
     def copy(self) -> None:
         """The bytes of all."""
-        for index in range(self.count):
-            send = self.sent.data[self.first_sent + index]
-            recv = self.received.data[self.first_received + index]
+        for send, recv in self.pairs:
             if not copied(send, recv):
                 words = f"{send.nbytes} bytes sent meet {recv.nbytes} expected"
                 self.sent.error = self.received.error = words
@@ -92,18 +88,17 @@ class _Group(Standing):
             for bundle in bundles:
                 incoming, peer = bundle.incoming, bundle.peer
                 queue = self.unmatched[(peer, rank) if incoming else (rank, peer)]
-                while (left := len(bundle.data) - bundle.met) and queue:
+                while queue and queue[0].incoming != incoming and bundle.met < len(bundle.data):
                     other = queue[0]
-                    if other.incoming == incoming:
-                        break
-                    count = min(left, len(other.data) - other.met)
                     sent, received = (other, bundle) if incoming else (bundle, other)
-                    found.append(_Match(sent, received, sent.met, received.met, count))
-                    bundle.met += count
-                    other.met += count
+                    rest = sent.data[sent.met :], received.data[received.met :]
+                    pairs = list(zip(*rest, strict=False))
+                    found.append(_Match(sent, received, pairs))
+                    bundle.met += len(pairs)
+                    other.met += len(pairs)
                     if other.met == len(other.data):
                         queue.popleft()
-                if left:
+                if bundle.met < len(bundle.data):
                     queue.append(bundle)
         return found
 
@@ -111,11 +106,12 @@ class _Group(Standing):
         """These have been copied: wake who has waited for them, and for nothing else."""
         with self.lock:
             for match in matches:
-                match.sent.across += match.count
-                match.received.across += match.count
-            self._wake(
-                {rank for match in matches for rank in (match.sent.peer, match.received.peer)}
-            )
+                match.sent.across += len(match.pairs)
+                match.received.across += len(match.pairs)
+            if self.asleep:
+                self._wake(
+                    {rank for each in matches for rank in (each.sent.peer, each.received.peer)}
+                )
 
     def join_round(self, index: int, rank: int, payload: bytes) -> dict[int, bytes]:
         """Leave a payload in a control round; the payloads by rank, to which others may be yet to
@@ -180,14 +176,14 @@ class _Ticket:
 
     def progress(self) -> bool:
         """Whether all is across; nothing needs to be moved from here."""
-        if self._peers():
+        if not self._complete():
             self._end.poll()
-        return not self._peers()
+        return self._complete()
 
     def wait(self, timeout: float) -> None:
         """Wait for the ranks that are behind."""
         rank = self._end.rank
-        if self._peers() and self._end.wait_for(self._peers, timeout):
+        if not self._complete() and self._end.wait_for(self._peers, timeout):
             pending = [words for bundle in self._bundles for words in bundle.pending()]
             raise ExchangeTimeout(
                 f"rank {rank} waited {timeout:g} s in ring step {self._step} to "
@@ -198,6 +194,9 @@ class _Ticket:
                 raise TransportError(
                     f"rank {rank}, ring step {self._step}, rank {bundle.peer}: {bundle.error}"
                 )
+
+    def _complete(self) -> bool:
+        return all([each.across == len(each.data) for each in self._bundles])
 
     def _peers(self) -> set[int]:
         return {each.peer for each in self._bundles if each.across < len(each.data)}
@@ -267,11 +266,16 @@ class ThreadTransport(HostTransport):
         self._group.leave(self.rank)
 
 
-def _bundles(messages: Iterable[Message], incoming: bool) -> list[_Bundle]:
+def _bundles(messages: Sequence[Message], incoming: bool) -> list[_Bundle]:
     """Messages by peer."""
+    if not messages:
+        return []
     data: dict[int, list[Array]] = {}
     for message in messages:
-        data.setdefault(message.peer, []).append(message.data)
+        if message.peer in data:
+            data[message.peer].append(message.data)
+        else:
+            data[message.peer] = [message.data]
     return [_Bundle(incoming, peer, arrays) for peer, arrays in data.items()]
 
 

@@ -9,7 +9,7 @@ from ringrt.backend import Stream
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
-from ringrt_backends.cpu.compiled import move_code
+from ringrt_backends.cpu.compiled import forward_code
 from ringrt_backends.cpu.machine import WITHOUT, Machine, asked_for, this_machine
 from ringrt_backends.cpu.plain import Plain, PlainGrads, PlainState
 from ringrt_backends.cpu.tiled_backward import TiledBackward, TiledGrads
@@ -82,9 +82,7 @@ class CpuBackend:
         else:
             self._plain.accumulate(state, k, v, tiles)
 
-    def finish(
-        self, state: TiledState | PlainState, stream: Stream = None
-    ) -> tuple[Array, Array]:
+    def finish(self, state: TiledState | PlainState, stream: Stream = None) -> tuple[Array, Array]:
         """out in the dtype of q, lse in the problem's state dtype."""
         if isinstance(state, TiledState):
             return self._forward.finish(state)
@@ -148,7 +146,7 @@ def code_in_use() -> tuple[Machine | None, str]:
         why = f"{WITHOUT}={','.join(without)}" if without else "no vector code for this machine"
         return None, f"plain Numba ({why})"
     try:
-        move_code(machine)
+        forward_code(machine, 1, 1, "float32", False)
     except Exception as error:  # llvmlite's own are RuntimeErrors of LLVM's words
         first = str(error).partition("\n")[0]
         return None, f"plain Numba (LLVM does not compile for {machine.name}: {first})"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringrt_backends.cpu.calls import base, call, driver, inner, take
+from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
-from ringrt_backends.cpu.pack import read_columns, read_ordered, read_row
+from ringrt_backends.cpu.pack import where
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Bytes of a row of weights in fp32.
@@ -23,7 +23,8 @@ class Rows(NamedTuple):
     """What belongs to the queries, packed once a pass: addresses of q and dout as panels that are
     summed over columns `[lanes, panels, depth, panel]` and over rows `[lanes, panels, rows,
     panel]` (half the rows, in pairs); of lse in units, as the sum of two float32, and delta
-    `[lanes, rows]`. `ordinary` `[lanes, blocks]`; see `layout.ORDINARY`."""
+    `[lanes, rows]`. `[lanes, blocks]`: whether they are `ordinary` (see `layout.ORDINARY`), and
+    whether dq is still `fresh`, that is unset, for 0."""
 
     q: int
     q_columns: int
@@ -34,19 +35,18 @@ class Rows(NamedTuple):
     delta: int
     rows: int
     ordinary: Any
+    fresh: Any
 
 
 class Block(NamedTuple):
     """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]`, K as panels
-    (see `pack.Panels`); dk and dv `[keys, row]` float64; scratch for two rows, and the peaks of K
-    and V."""
+    (see `pack.Panels`); dk and dv `[keys, row]` float64; and the peaks of K and V."""
 
     k: int
     v: int
     k_columns: Any
     dk: Any
     dv: Any
-    pair: Any
     peaks: Any
 
 
@@ -87,12 +87,13 @@ class Work(NamedTuple):
 
 
 class Source(NamedTuple):
-    """K and V of the shard (see `pack.Source`), the order of K's columns `[KV lanes, depth]`, and
-    the largest peak that is ordinary."""
+    """K and V of the shard (see `pack.Source`), addresses of the order of K's columns `[KV lanes,
+    depth]` and of V's, which is as they lie, and the largest peak that is ordinary."""
 
     k: Any
     v: Any
     orders: int
+    plain: int
     ordinary: np.float32
 
 
@@ -111,7 +112,7 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
                 return
             begin = work.begin + number * SQUARE
             end = min(begin + SQUARE, work.end)
-            _pack_block(shape, source, lane, begin, end, block)
+            _pack_block(shape, at, source, lane, begin, end, block)
             if not (block.peaks[0] <= source.ordinary and block.peaks[1] <= source.ordinary):
                 work.left_out[lane, number] = 1
                 continue
@@ -131,22 +132,19 @@ def _add(total, part, scale):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _pack_block(shape, source, lane, begin, end, block):  # type: ignore[no-untyped-def]
-    """Pack a block of keys, and set its dk and dv to 0. The rows after it, over which a tile may
-    reach, need only be numbers: of an earlier block, or 0."""
+def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-untyped-def]
+    """Pack a block of keys, and set its dk and dv to 0, as well as the rows after it, over which a
+    tile may reach."""
     block.peaks[:] = 0
-    k_peak, v_peak = base(block.peaks), base(block.peaks) + 4
-    order = source.orders + lane * shape.depth * 8
-    for row in range(end - begin):
-        read_row(source.v, lane, begin + row, block.v + row * shape.value_depth * 4, v_peak)
-        to = block.k + row * shape.depth * 4
-        read_ordered(source.k, lane, begin + row, order, base(block.pair), to, shape.depth, k_peak)
-    each, panels = 2 if shape.pairs else 1, block.k_columns
-    for row in range(0, end - begin, each):
-        read_columns(
-            source.k, lane, begin + row, end, panels.address, panels, row // each, np.uint32(0),
-            block.pair, k_peak,
-        )  # fmt: skip
+    k_peak, v_peak, count = base(block.peaks), base(block.peaks) + 4, end - begin
+    k, v = where(source.k, lane, begin), where(source.v, lane, begin)
+    order, panels = source.orders + lane * shape.depth * 8, block.k_columns
+    call(at[9], (k, source.k.row_stride, count, block.k, order, k_peak))
+    stride = panels.rows * panels.panel
+    call(at[10], (k, source.k.row_stride, count, panels.address, stride, k_peak))
+    call(at[11], (v, source.v.row_stride, count, block.v, source.plain, v_peak))
+    clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
+    clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
     block.dk[:] = 0
     block.dv[:] = 0
 
@@ -158,6 +156,9 @@ def _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scra
         if not rows.ordinary[head, q_block]:
             continue
         to = dq + (q_block - work.from_block) * SQUARE * shape.row * 8
+        if rows.fresh[head, q_block]:
+            clear(to, SQUARE * shape.row * 8)
+            rows.fresh[head, q_block] = 0
         for index in range(work.starts[q_block], work.starts[q_block + 1]):
             tile = work.table[index]
             if tile[2] < end and tile[3] > begin:
@@ -277,16 +278,18 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
 
 
 @driver
-def finish(control, tasks, shape, scale, rounding, rows, dq, dq_rows, heads, out, row_bytes):  # type: ignore[no-untyped-def]
+def finish(control, tasks, shape, scale, rounding, rows, dq, packed, heads, out, row_bytes):  # type: ignore[no-untyped-def]
     """scale · dq as `[batch, rows, heads, dim]` at the address out, by the function at `rounding`;
-    dq at its address `[lanes, dq_rows, row]`. A task is (lane, block)."""
+    dq at its address `[lanes, packed.rows, row]`. A task is (lane, block)."""
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
             return
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
+        own = dq + (lane * packed.rows + block * SQUARE) * shape.row * 8
+        if packed.fresh[lane, block]:
+            clear(own, SQUARE * shape.row * 8)
         for i in range(block * SQUARE, min(block * SQUARE + SQUARE, rows)):
-            source = dq + (lane * dq_rows + i) * shape.row * 8
-            target = out + ((batch * rows + i) * heads + head) * row_bytes
-            call(rounding, (source, target, shape.dim, scale))
+            source = own + (i - block * SQUARE) * shape.row * 8
+            call(rounding, (source, out + ((batch * rows + i) * heads + head) * row_bytes, scale))

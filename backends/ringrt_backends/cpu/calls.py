@@ -12,6 +12,9 @@ from numba import types
 from numba.core import cgutils, errors
 from numba.extending import intrinsic
 
+_cgutils: Any = cgutils
+_unliteral: Any = types.unliteral
+
 #: What the functions here take: int64 for integers and pointers alike. A uint64 is not among them,
 #: for its sum with an int64 may turn into a float64.
 _KINDS = (types.int64, types.uint32, types.float32, types.float64)
@@ -19,27 +22,25 @@ _KINDS = (types.int64, types.uint32, types.float32, types.float64)
 
 #: What threads are given to run. The rest is compiled into it, with no door of its own to Python:
 #: half the time of compiling goes into these.
-driver = numba.njit(nogil=True, cache=True, error_model="numpy")
-inner = numba.njit(
-    nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
+_njit: Any = numba.njit
+driver: Any = _njit(nogil=True, cache=True, error_model="numpy")
+inner: Any = _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@inner  # type: ignore[untyped-decorator]
+@inner
 def base(array):  # type: ignore[no-untyped-def]
     """Where a contiguous array begins, int64."""
     return np.int64(array.ctypes.data)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call(typing: Any, address: Any, arguments: Any) -> Any:
+def _call(typing: Any, address: Any, arguments: Any) -> Any:
     """call(address, (a, b, ...)): the function there, which returns nothing."""
     for kind in arguments:
-        if types.unliteral(kind) not in _KINDS:
+        if _unliteral(kind) not in _KINDS:
             raise errors.TypingError(f"call: no argument may be of type {kind}")
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        given = cgutils.unpack_tuple(builder, values[1])
+        given = _cgutils.unpack_tuple(builder, values[1])
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in given])
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), given)
         return context.get_dummy_value()
@@ -47,8 +48,7 @@ def call(typing: Any, address: Any, arguments: Any) -> Any:
     return types.void(address, arguments), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def take(typing: Any, counter: Any) -> Any:
+def _take(typing: Any, counter: Any) -> Any:
     """take(address): the int64 there, which is then one more, whoever else takes at once."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -56,3 +56,19 @@ def take(typing: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", where, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(counter), generate
+
+
+def _clear(typing: Any, address: Any, size: Any) -> Any:
+    """clear(address, size): so many bytes are 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        where = builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+        _cgutils.memset(builder, where, values[1], 0)
+        return context.get_dummy_value()
+
+    return types.void(address, size), generate
+
+
+call: Any = intrinsic(_call)
+take: Any = intrinsic(_take)
+clear: Any = intrinsic(_clear)

@@ -12,6 +12,7 @@ from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable, trim
 from ringrt.softmax_state import SoftmaxState
+from ringrt_backends.cpu.backward import Rows
 from ringrt_backends.cpu.layout import Blocks
 from ringrt_backends.reference import ReferenceBackend, ReferenceGrads, ReferenceState
 
@@ -69,10 +70,16 @@ class Shard:
 
 
 def absorb(
-    shard: Shard, problem: Problem, unit: float, q: Array, q_ordinary: Array, state: SoftmaxState
+    shard: Shard,
+    problem: Problem,
+    unit: float,
+    q: Array,
+    q_ordinary: Array,
+    fresh: Array,
+    state: SoftmaxState,
 ) -> None:
     """Absorb what the forward driver left out. The state is `[lanes, rows]`, m in units, and y
-    `[lanes, rows, >= value_dim]`."""
+    `[lanes, rows, >= value_dim]`, unset where blocks are `fresh`."""
     if shard.all_ordinary(q_ordinary):
         return
     single = replace(problem, batch=1, q_heads=1, kv_heads=1)
@@ -87,6 +94,9 @@ def absorb(
                 tiles = shard.touched(block, ordinary)
             else:
                 tiles = shard.tiles(block, shard.begin, shard.end)
+            if fresh[lane, block]:
+                state.y[lane, block * shard.size : (block + 1) * shard.size] = 0
+                fresh[lane, block] = 0
             rows = slice(block * shard.size, min((block + 1) * shard.size, q.shape[1]))
             wide = q[batch, rows, head].astype(np.float64)[None, None]
             part = (x[None, None, lane, rows] for x in (state.m, state.z, state.y))
@@ -94,7 +104,13 @@ def absorb(
 
 
 def _absorb_rows(
-    q: Array, k: Array, v: Array, tiles: TileTable, problem: Problem, unit: float, part: SoftmaxState
+    q: Array,
+    k: Array,
+    v: Array,
+    tiles: TileTable,
+    problem: Problem,
+    unit: float,
+    part: SoftmaxState,
 ) -> None:
     """Some rows of one head. Their maximum is put back in units, as a float32 number if it is
     within their range, for that is what the compiled kernels subtract."""
@@ -112,14 +128,15 @@ def _absorb_rows(
 def absorb_backward(
     shard: Shard,
     problem: Problem,
-    q_ordinary: Array,
-    rows_of_all: tuple[Array, Array, Array, Array],
+    packed: Rows,
+    given: tuple[Array, Array, Array, Array],
     dq: Array,
     dk: Array,
     dv: Array,
 ) -> None:
-    """Add the gradients that the backward driver left out. `rows_of_all`: q and dout as given, lse
-    and delta `[lanes, rows]` float64; dq `[lanes, rows, >= head_dim]`, without the scale."""
+    """Add the gradients that the backward driver left out. `given`: q and dout, lse and delta
+    `[lanes, rows]` float64; dq `[lanes, rows, >= head_dim]`, without the scale."""
+    q_ordinary, fresh = packed.ordinary, packed.fresh
     if shard.all_ordinary(q_ordinary):
         return
     single, group = replace(problem, batch=1, q_heads=1, kv_heads=1), problem.group
@@ -127,17 +144,19 @@ def absorb_backward(
         k, v, ordinary = shard.head(lane // group, problem)
         batch, head = divmod(lane, problem.q_heads)
         rows = slice(block * shard.size, (block + 1) * shard.size)
-        part = [x[batch, rows, head].astype(np.float64)[None, None] for x in rows_of_all[:2]]
-        part += [x[None, None, lane, rows] for x in rows_of_all[2:]]
+        q, dout = (x[batch, rows, head].astype(np.float64)[None, None] for x in given[:2])
+        lse, delta = (x[None, None, lane, rows] for x in given[2:])
         kv = slice(lane // group % problem.kv_heads, lane // group % problem.kv_heads + 1)
         for number in range(len(ordinary)):
             if q_ordinary[lane, block] and ordinary[number]:
                 continue
+            if fresh[lane, block]:
+                dq[lane, rows], fresh[lane, block] = 0, 0
             begin = shard.begin + number * shard.part
             tiles = shard.tiles(block, begin, min(begin + shard.part, shard.end))
-            grads = ReferenceGrads(*part, np.zeros(part[0].shape), single)
-            to = (x[batch : batch + 1, :, kv] for x in (dk, dv))
-            _REFERENCE.accumulate_backward(grads, k, v, *to, tiles)
+            grads = ReferenceGrads(q, dout, lse, delta, np.zeros(q.shape), single)
+            to_dk, to_dv = (x[batch : batch + 1, :, kv] for x in (dk, dv))
+            _REFERENCE.accumulate_backward(grads, k, v, to_dk, to_dv, tiles)
             with np.errstate(invalid="ignore", over="ignore"):
-                at = dq[lane, block * shard.size :][: part[0].shape[2], : problem.head_dim]
+                at = dq[lane, block * shard.size :][: q.shape[2], : problem.head_dim]
                 at += grads.dq[0, 0] / problem.scale

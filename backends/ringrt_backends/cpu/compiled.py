@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 
 from ringrt.plan.partition import Array
-from ringrt_backends.cpu import backward_ir, forward_ir, move_ir
+from ringrt_backends.cpu import backward_ir, forward_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product
 
@@ -44,10 +44,14 @@ class Shape(NamedTuple):
     value_row: int
 
 
-#: Order of the addresses that the drivers are given.
-FORWARD = ("score", "score_masked", "soft", "values", "values_narrow")
+#: Order of the addresses that the drivers are given; the last few are those of packing and
+#: rounding, see `Code`.
+FORWARD = ("score", "score_masked", "soft", "values", "values_narrow",
+           "k_rows", "v_columns", "q_turned", "out_rounded")  # fmt: skip
 BACKWARD = ("prob", "prob_masked", "dscore", "by_row", "by_row_narrow", "by_column",
-            "by_column_narrow", "value_by_row", "value_by_row_narrow")  # fmt: skip
+            "by_column_narrow", "value_by_row", "value_by_row_narrow", "k_rows", "k_columns",
+            "v_rows", "q_turned", "q_columns", "dout_turned", "dout_columns",
+            "dq_rounded")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,21 @@ class Code:
     """Addresses int64 in the order of the names; `engine` owns the code."""
 
     shape: Shape
+    names: tuple[str, ...]
     addresses: Array
     engine: Any
+
+    def at(self, *names: str) -> Array:
+        """Addresses of some functions, int64; 0 for the name ''."""
+        found = [self.addresses[self.names.index(name)] if name else 0 for name in names]
+        return np.array(found, np.int64)
 
 
 def shape_of(machine: Machine, dim: int, value_dim: int, pairs: bool) -> Shape:
     """The sizes that follow from a head's."""
     width, panel = machine.width, machine.panel
     row, value_row = (-(-x // width) * width for x in (dim, value_dim))
-    depth, value_depth = (-(-x // 2) if pairs else x for x in (dim, value_dim))
+    depth, value_depth = (x // 2 if pairs else x for x in (dim, value_dim))
     panels, value_panels = (-(-x // panel) for x in (row, value_row))
     return Shape(
         machine.rows, panel, pairs, dim, value_dim, depth, value_depth, panels, value_panels,
@@ -71,11 +81,22 @@ def shape_of(machine: Machine, dim: int, value_dim: int, pairs: bool) -> Shape:
     )  # fmt: skip
 
 
+def in_pairs(machine: Machine, dim: int, value_dim: int, dtype: str) -> bool:
+    """Whether operands are pairs of bf16 as they lie in memory."""
+    return dtype == "bfloat16" and machine.pairs != "" and dim % 2 == value_dim % 2 == 0
+
+
 @cache
-def forward_code(machine: Machine, dim: int, value_dim: int, pairs: bool, capped: bool) -> Code:
-    """The kernels of `ringrt_backends.cpu.forward`."""
+def forward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool) -> Code:
+    """The kernels of a forward pass over heads of these sizes, q, k and v of this dtype."""
+    pairs = in_pairs(machine, dim, value_dim, dtype)
     shape = shape_of(machine, dim, value_dim, pairs)
     module = ir.Module()
+    kind: Any = {"dtype": dtype, "pairs": pairs}
+    pack_ir.rows(module, machine, "k_rows", dim=dim, **kind)
+    pack_ir.columns(module, machine, "v_columns", dim=value_dim, **kind)
+    pack_ir.turned(module, machine, "q_turned", dim=dim, **kind)
+    pack_ir.rounded(module, machine, "out_rounded", dim=value_dim, dtype=dtype)
     s_row = QUERIES + SKEW
     for name, masked in (("score", False), ("score_masked", True)):
         forward_ir.score(
@@ -92,10 +113,19 @@ def forward_code(machine: Machine, dim: int, value_dim: int, pairs: bool, capped
 
 
 @cache
-def backward_code(machine: Machine, dim: int, value_dim: int, pairs: bool, capped: bool) -> Code:
-    """The kernels of `ringrt_backends.cpu.backward`."""
+def backward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool) -> Code:
+    """The kernels of a backward pass, likewise."""
+    pairs = in_pairs(machine, dim, value_dim, dtype)
     shape = shape_of(machine, dim, value_dim, pairs)
     module = ir.Module()
+    kind: Any = {"dtype": dtype, "pairs": pairs}
+    for name, size in (("q", dim), ("dout", value_dim)):
+        pack_ir.turned(module, machine, f"{name}_turned", dim=size, **kind)
+        pack_ir.columns(module, machine, f"{name}_columns", dim=size, **kind)
+    pack_ir.rows(module, machine, "k_rows", dim=dim, **kind)
+    pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
+    pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
+    pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32")
     p_row = SQUARE + SKEW
     for name, masked in (("prob", False), ("prob_masked", True)):
         backward_ir.prob(
@@ -119,15 +149,9 @@ def backward_code(machine: Machine, dim: int, value_dim: int, pairs: bool, cappe
     return compile_module(module, machine, shape, BACKWARD)
 
 
-@cache
-def move_code(machine: Machine) -> Code:
-    """The kernels that change the dtype of rows."""
-    module = ir.Module()
-    move_ir.emit(module, machine)
-    return compile_module(module, machine, shape_of(machine, 1, 1, False), move_ir.NAMES)
-
-
-def compile_module(module: ir.Module, machine: Machine, shape: Shape, names: tuple[str, ...]) -> Code:
+def compile_module(
+    module: ir.Module, machine: Machine, shape: Shape, names: tuple[str, ...]
+) -> Code:
     """Compile what the module defines; addresses in the order of the names. Raises LLVM's
     `RuntimeError` where it cannot."""
     llvm.initialize_native_target()
@@ -140,4 +164,4 @@ def compile_module(module: ir.Module, machine: Machine, shape: Shape, names: tup
     engine = llvm.create_mcjit_compiler(parsed, target)
     engine.finalize_object()
     addresses = [engine.get_function_address(name) for name in names]
-    return Code(shape, np.array(addresses, np.int64), engine)
+    return Code(shape, names, np.array(addresses, np.int64), engine)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringrt_backends.cpu.calls import base, call, driver, inner, take
+from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
@@ -33,7 +33,8 @@ class Keys(NamedTuple):
 class Queries(NamedTuple):
     """Addresses of q `[lanes, panels, depth, panel]` and of the state: m and z `[lanes, rows]` and
     y `[lanes, rows, value_row]`, float64, m in units (see `layout.Units`) and a float32 number
-    unless it is beyond these. `ordinary` `[lanes, blocks]`."""
+    unless it is beyond these. `[lanes, blocks]`: whether q is `ordinary`, and whether y is still
+    `fresh`, that is unset, for 0."""
 
     q: int
     panels: int
@@ -42,6 +43,7 @@ class Queries(NamedTuple):
     y: int
     rows: int
     ordinary: Any
+    fresh: Any
 
 
 class Scratch(NamedTuple):
@@ -71,9 +73,15 @@ def absorb(control, tasks, shape, at, units, starts, table, keys, queries, scrat
         lane, slot, block = tasks[task]
         if not queries.ordinary[lane, block]:
             continue
+        if queries.fresh[lane, block]:
+            first = lane * queries.rows + block * QUERIES
+            clear(queries.y + first * shape.value_row * 8, QUERIES * shape.value_row * 8)
+            queries.fresh[lane, block] = 0
         for index in range(starts[block], starts[block + 1]):
             tile = table[index]
-            if ordinary_keys(keys.ordinary[slot], keys.part, tile[2] - keys.begin, tile[3] - keys.begin):
+            if ordinary_keys(
+                keys.ordinary[slot], keys.part, tile[2] - keys.begin, tile[3] - keys.begin
+            ):
                 _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scratch)
 
 
@@ -156,20 +164,21 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
 
 
 @driver
-def finish(control, tasks, shape, unit, rounding, rows, m, z, y, heads, out, row_bytes, lse):  # type: ignore[no-untyped-def]
+def finish(control, tasks, shape, unit, rounding, rows, m, z, queries, heads, out, row_bytes, lse):  # type: ignore[no-untyped-def]
     """out `[batch, rows, heads, value_dim]` at its address, rows of `row_bytes`, by the function at
-    `rounding`; lse `[lanes, rows]` of m and z likewise, and of y at its address. A task is (lane,
-    block)."""
+    `rounding`; lse `[lanes, rows]` of m and z likewise. A task is (lane, block)."""
     while True:
         task = take(base(control))
         if task >= len(tasks) or control[1] != 0:
             return
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
+        y = queries.y + (lane * queries.rows + block * QUERIES) * shape.value_row * 8
+        if queries.fresh[lane, block]:
+            clear(y, QUERIES * shape.value_row * 8)
         for i in range(block * QUERIES, min(block * QUERIES + QUERIES, rows)):
             total = z[lane, i]
             factor = 0.0 if total == 0 else 1 / total
             lse[lane, i] = -np.inf if total == 0 else (m[lane, i] + np.log2(total)) * unit
-            source = y + (lane * m.shape[1] + i) * shape.value_row * 8
-            target = out + ((batch * rows + i) * heads + head) * row_bytes
-            call(rounding, (source, target, shape.value_dim, factor))
+            source = y + (i - block * QUERIES) * shape.value_row * 8
+            call(rounding, (source, out + ((batch * rows + i) * heads + head) * row_bytes, factor))

@@ -110,7 +110,7 @@ def soft(module: ir.Module, machine: Machine, name: str, *, s_row: int, pairs: b
     bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
     keys = 2 if pairs else 1
 
-    def step(i: Value, sums: list[Value]) -> list[Value]:
+    def step(i: Value, sums: Sequence[Value]) -> Sequence[Value]:
         from_s = body.at(args["s"], build.mul(i, ir.Constant(I64, keys * s_row)))
         following = list(sums)
         for v in range(2):

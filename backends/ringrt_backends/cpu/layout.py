@@ -12,9 +12,7 @@ import numpy as np
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
-from ringrt_backends.cpu.compiled import Code, Shape
-from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.move_ir import NAMES
+from ringrt_backends.cpu.compiled import Shape
 from ringrt_backends.cpu.pack import Source
 
 #: Blocks with no larger number than this are *ordinary*: sums of products of such stay within
@@ -62,24 +60,12 @@ def spans_of(queries: int, shape: Shape) -> tuple[Array, Array, Array, Array]:
     return first, last, np.empty(groups, np.int64), np.empty(groups, np.int64)
 
 
-def address(move: Code, name: str) -> int:
-    """Of a function of `ringrt_backends.cpu.move_ir`."""
-    return int(move.addresses[NAMES.index(name)])
-
-
-def source_of(move: Code, x: Array, pairs: bool) -> tuple[Source, Array]:
+def source_of(x: Array) -> tuple[Source, Array]:
     """How the packing reads x, and the array that must live as long."""
     if x.shape[3] > 1 and x.strides[3] != x.itemsize:
         x = np.ascontiguousarray(x)
-    reader = "copy_pairs" if pairs else f"widen_{x.dtype.name}"
-    names = (reader, "spread", "interleave", "turn", "reorder")
-    functions = (address(move, name) for name in names)
-    return Source(x.ctypes.data, *x.strides[:3], *x.shape[2:], pairs, *functions), x
-
-
-def has_pairs(machine: Machine, problem: Problem) -> bool:
-    """Whether bf16 is multiplied as it is."""
-    return problem.dtype == "bfloat16" and machine.pairs != ""
+    batch, row, head, _ = x.strides
+    return Source(x.ctypes.data, batch, row, head, x.shape[2]), x
 
 
 def orders_of(q: Array, problem: Problem, shape: Shape) -> Array:
@@ -92,8 +78,7 @@ def orders_of(q: Array, problem: Problem, shape: Shape) -> Array:
         square = np.square(sample).reshape(*sample.shape[:2], *heads, q.shape[3])
         weight = square.sum(axis=(1, 3)).reshape(q.shape[0] * problem.kv_heads, q.shape[3])
     if shape.pairs:
-        even = np.pad(weight, ((0, 0), (0, weight.shape[1] % 2)))
-        weight = even[:, ::2] + even[:, 1::2]
+        weight = weight[:, ::2] + weight[:, 1::2]
     return np.argsort(weight, axis=1, kind="stable").astype(np.int64)
 
 
@@ -124,4 +109,6 @@ def units_of(problem: Problem) -> Units:
 
 def grid(first: int, second: int) -> Array:
     """All pairs of two numbers."""
-    return np.stack(np.meshgrid(np.arange(first), np.arange(second), indexing="ij"), -1).reshape(-1, 2)
+    return np.stack(np.meshgrid(np.arange(first), np.arange(second), indexing="ij"), -1).reshape(
+        -1, 2
+    )

@@ -6,11 +6,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numba
 import numpy as np
 from llvmlite import ir
 
-from ringrt_backends.cpu.calls import base, call
+from ringrt_backends.cpu.calls import base, call, driver
 from ringrt_backends.cpu.compiled import compile_module, shape_of
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product
@@ -19,7 +18,7 @@ from ringrt_backends.cpu.tile import add_product
 _DEPTH, _CALLS, _SAMPLES = 128, 4000, 15
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@driver
 def _repeat(address, a, b, c, depth, count):  # type: ignore[no-untyped-def]
     for _ in range(count):
         call(address, (base(a), base(b), base(c), depth))

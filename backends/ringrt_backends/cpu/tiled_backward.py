@@ -13,23 +13,22 @@ from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
 from ringrt_backends.cpu import backward, careful, pack
 from ringrt_backends.cpu.backward import Block, Rows, Scratch, Source, Work
-from ringrt_backends.cpu.compiled import SKEW, SQUARE, Code, Shape, backward_code, move_code
+from ringrt_backends.cpu.compiled import SKEW, SQUARE, Code, Shape, backward_code
 from ringrt_backends.cpu.layout import (
     ORDINARY,
     Blocks,
     Units,
-    address,
     blocks_of,
     flip_of,
     grid,
-    has_pairs,
-    ordinary,
     orders_of,
+    ordinary,
     source_of,
     spans_of,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.memory import Memory
 from ringrt_backends.cpu.pack import Panels
 from ringrt_backends.cpu.workers import Workers
 
@@ -39,7 +38,7 @@ from ringrt_backends.cpu.workers import Workers
 _TASKS, _AT_ONCE = 8, 14
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TiledGrads:
     """q and dout as given, lse and delta `[lanes, rows]` float64, and all packed; dq `[lanes, rows,
     row]` float64, without the scale; each thread's scratch, and tiles cut to blocks. `held` is
@@ -51,6 +50,7 @@ class TiledGrads:
     given: tuple[Array, Array, Array, Array]
     packed: Rows
     orders: Array
+    plain: Array
     dq: Array
     own: list[tuple[Block, Scratch]]
     held: list[Any]
@@ -62,7 +62,7 @@ class TiledBackward:
 
     def __init__(self, machine: Machine, workers: Workers) -> None:
         self._machine, self._workers = machine, workers
-        self._move = move_code(machine)
+        self._memory = Memory()
 
     def code(self, problem: Problem) -> Code:
         """Compiled for the problem's heads."""
@@ -70,11 +70,13 @@ class TiledBackward:
             self._machine,
             problem.head_dim,
             problem.value_dim,
-            has_pairs(self._machine, problem),
+            problem.dtype,
             problem.softcap is not None,
         )
 
-    def begin(self, q: Array, dout: Array, lse: Array, delta: Array, problem: Problem) -> TiledGrads:
+    def begin(
+        self, q: Array, dout: Array, lse: Array, delta: Array, problem: Problem
+    ) -> TiledGrads:
         """Pack what belongs to the queries; dq is 0 so far."""
         code, units = self.code(problem), units_of(problem)
         shape, (batch, rows) = code.shape, q.shape[:2]
@@ -82,24 +84,32 @@ class TiledBackward:
         lse, delta = (
             np.require(x, np.float64, ("C", "W")).reshape(lanes, rows) for x in (lse, delta)
         )
+        blocks, kv_lanes = padded // SQUARE, batch * problem.kv_heads
         orders = orders_of(q, problem, shape)
-        plain = np.tile(np.arange(shape.value_depth), (batch * problem.kv_heads, 1))
-        flip = flip_of(problem, shape.pairs)
-        q_packed = self._pack(q, shape, shape.depth, shape.panels, orders, problem.group, flip)
+        plain = np.tile(np.arange(shape.value_depth), (kv_lanes, 1))
+        sizes = shape.depth, shape.panels
+        q_packed = self._pack(q, "q", code, sizes, orders, flip_of(problem, shape.pairs), padded)
         sizes = shape.value_depth, shape.value_panels
-        dout_packed = self._pack(dout, shape, *sizes, plain, problem.group, np.uint32(0))
+        dout_packed = self._pack(dout, "dout", code, sizes, plain, np.uint32(0), padded)
         per_row = _per_row(lse, delta, units.unit, padded)
         usable = ordinary(q_packed[2]) & ordinary(dout_packed[2]) & _usable(lse, delta, padded)
-        held = [*q_packed[:2], *dout_packed[:2], *per_row]
-        packed = Rows(*(x.ctypes.data for x in held), padded, usable)
+        packed_arrays = [*q_packed[:2], *dout_packed[:2]]
+        dq = self._memory.take((lanes, padded, shape.row), np.float64)
+        fresh = np.ones((lanes, blocks), np.uint8)
+        if kv_lanes < _TASKS:  # it is added to from elsewhere
+            dq[...], fresh[...] = 0, 0
+        held = [*packed_arrays, *per_row, plain]
+        at = [x.ctypes.data for x in held]
+        packed = Rows(at[0], at[1], at[2], at[3], at[4], at[5], at[6], padded, usable, fresh)
         own = []
         for _ in range(self._workers.count):
             (block, in_block), (scratch, in_scratch) = _block(shape), _scratch(shape)
             own.append((block, scratch))
             held += in_block + in_scratch
-        dq = np.zeros((lanes, padded, shape.row))
         given = q, dout, lse, delta
-        return TiledGrads(problem, code, units, given, packed, orders, dq, own, held)
+        grads = TiledGrads(problem, code, units, given, packed, orders, plain, dq, own, held)
+        self._memory.give_back_with(grads, [*packed_arrays, dq])
+        return grads
 
     def accumulate(
         self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, tiles: TileTable
@@ -128,56 +138,55 @@ class TiledBackward:
             if parts > 1:
                 dq[:, rows] += own.sum(axis=0)
         shard = careful.Shard(k, v, blocks, SQUARE, begin, end, SQUARE, 1 - left_out)
-        ordinary_rows = grads.packed.ordinary
-        careful.absorb_backward(shard, grads.problem, ordinary_rows, grads.given, dq, dk, dv)
+        careful.absorb_backward(shard, grads.problem, grads.packed, grads.given, dq, dk, dv)
 
     def finish(self, grads: TiledGrads) -> Array:
         """dq `[batch, rows, q_heads, head_dim]` in float32."""
         problem, (batch, rows) = grads.problem, grads.given[0].shape[:2]
         out = np.empty((batch, rows, problem.q_heads, problem.head_dim), np.float32)
-        dq, rounding = grads.dq, address(self._move, "round_float32")
         self._workers.drive(
-            backward.finish, grid(len(dq), -(-rows // SQUARE)), grads.code.shape,
-            float(problem.scale), rounding, rows, dq.ctypes.data, dq.shape[1], problem.q_heads,
-            out.ctypes.data, problem.head_dim * 4,
+            backward.finish, grid(len(grads.dq), -(-rows // SQUARE)), grads.code.shape,
+            float(problem.scale), grads.code.at("dq_rounded")[0], rows, grads.dq.ctypes.data,
+            grads.packed, problem.q_heads, out.ctypes.data, problem.head_dim * 4,
         )  # fmt: skip
         return out
 
     def _absorb(
         self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, work: Work
     ) -> None:
-        pairs, lanes = grads.code.shape.pairs, k.shape[0] * k.shape[2]
-        (k_source, k), (v_source, v) = (source_of(self._move, x, pairs) for x in (k, v))
-        source = Source(k_source, v_source, grads.orders.ctypes.data, np.float32(ORDINARY))
+        (k_source, k), (v_source, v) = source_of(k), source_of(v)
+        orders = grads.orders.ctypes.data, grads.plain.ctypes.data
+        source = Source(k_source, v_source, *orders, np.float32(ORDINARY))
         self._workers.drive(
-            backward.absorb, grid(lanes, work.parts), grads.code.shape, grads.code.addresses,
-            grads.units, float(grads.problem.scale), work, grads.packed, source, dk, dv,
-            own=grads.own,
+            backward.absorb, grid(k.shape[0] * k.shape[2], work.parts), grads.code.shape,
+            grads.code.addresses, grads.units, float(grads.problem.scale), work, grads.packed,
+            source, dk, dv, own=grads.own,
         )  # fmt: skip
 
     def _pack(
         self,
         x: Array,
-        shape: Shape,
-        depth: int,
-        panels: int,
+        name: str,
+        code: Code,
+        sizes: tuple[int, int],
         orders: Array,
-        group: int,
         flip: np.uint32,
+        padded: int,
     ) -> tuple[Array, Array, Array]:
-        """q or dout as panels of both kinds, and the peaks of their blocks."""
-        rows, lanes = x.shape[1], x.shape[0] * x.shape[2]
-        blocks = -(-rows // SQUARE)
-        padded = blocks * SQUARE
-        turned = np.empty((lanes, padded // shape.panel, depth, shape.panel), np.uint32)
-        half = 2 if shape.pairs else 1
-        columns = np.zeros((lanes, panels, padded // half, shape.panel), np.uint32)
-        peaks = np.zeros((lanes, blocks), np.uint32)
-        tasks, drive = grid(x.shape[0], blocks), self._workers.drive
-        source, x = source_of(self._move, x, shape.pairs)
-        drive(pack.pack_turned, tasks, source, orders, group, rows, flip, SQUARE, turned, peaks)
-        to = Panels(columns.ctypes.data, *columns.shape[1:])
-        drive(pack.pack_columns, tasks, source, rows, SQUARE, to, peaks.copy())
+        """q or dout, of so many elements and panels a row, as panels of both kinds, and the peaks
+        of their blocks."""
+        shape, (depth, count), lanes = code.shape, sizes, x.shape[0] * x.shape[2]
+        turned = self._memory.take((lanes, padded // shape.panel, depth, shape.panel), np.uint32)
+        each = 2 if shape.pairs else 1
+        columns = self._memory.take((lanes, count, padded // each, shape.panel), np.uint32)
+        peaks = np.zeros((lanes, padded // SQUARE), np.uint32)
+        source, x = source_of(x)
+        group = lanes // max(1, len(orders))
+        self._workers.drive(
+            pack.pack_queries, grid(*peaks.shape), code.at(f"{name}_turned", f"{name}_columns"),
+            source, orders, group, x.shape[1], flip, SQUARE, turned,
+            Panels(columns.ctypes.data, *columns.shape[1:]), peaks,
+        )  # fmt: skip
         return turned, columns, peaks
 
 
@@ -203,7 +212,8 @@ def _usable(lse: Array, delta: Array, padded: int) -> Array:
     with np.errstate(invalid="ignore"):
         usual = (abs(lse) < ORDINARY) & (abs(delta) < ORDINARY)
     good[:, : lse.shape[1]] = usual | (lse == -np.inf)
-    return good.reshape(len(lse), padded // SQUARE, SQUARE).all(axis=2).view(np.uint8)
+    blocks = good.reshape(len(lse), padded // SQUARE, SQUARE)
+    return np.asarray(blocks.all(axis=2)).view(np.uint8)
 
 
 def _block(shape: Shape) -> tuple[Block, list[Array]]:
@@ -215,9 +225,8 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     k_columns = np.zeros((shape.panels, k_rows, shape.panel), np.uint32)
     panels = Panels(k_columns.ctypes.data, *k_columns.shape)
     sums = np.zeros((rows, shape.row)), np.zeros((rows, shape.value_row))
-    pair = np.zeros((2, shape.panels * shape.panel), np.uint32)
     peaks = np.zeros(2, np.float32)
-    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, pair, peaks)
+    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, peaks)
     return block, [k, v, k_columns]
 
 
@@ -230,4 +239,6 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     tiles = (keys, shape.panel) if shape.pairs else (keys, width)
     tile, slope = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
     held = [p, ds, by_key, tile, slope]
-    return Scratch(*(x.ctypes.data for x in held), *spans_of(SQUARE, shape)), held
+    first, last, low, high = spans_of(SQUARE, shape)
+    at = [x.ctypes.data for x in held]
+    return Scratch(at[0], at[1], at[2], at[3], at[4], first, last, low, high), held

@@ -17,23 +17,22 @@ from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
 from ringrt.softmax_state import SoftmaxState
 from ringrt_backends.cpu import careful, forward, pack
-from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code, move_code
+from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code
 from ringrt_backends.cpu.forward import Keys, Queries, Scratch
 from ringrt_backends.cpu.layout import (
     Blocks,
     Units,
-    address,
     blocks_of,
     flip_of,
     grid,
-    has_pairs,
-    ordinary,
     orders_of,
+    ordinary,
     source_of,
     spans_of,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.memory import Memory
 from ringrt_backends.cpu.pack import Panels, Source
 from ringrt_backends.cpu.workers import Workers
 
@@ -44,7 +43,7 @@ _CHUNK, _CHUNK_BYTES = 16 * KEYS, 1 << 25
 _PART = 96
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TiledState:
     """The queries as given and packed, their state (m and z `[lanes, rows]`, y `[lanes, rows,
     value_row]`, float64, m in units), each thread's scratch, and what ring steps share: tiles cut
@@ -68,7 +67,7 @@ class TiledForward:
 
     def __init__(self, machine: Machine, workers: Workers) -> None:
         self._machine, self._workers = machine, workers
-        self._move = move_code(machine)
+        self._memory = Memory()
 
     def code(self, problem: Problem) -> Code:
         """Compiled for the problem's heads."""
@@ -76,7 +75,7 @@ class TiledForward:
             self._machine,
             problem.head_dim,
             problem.value_dim,
-            has_pairs(self._machine, problem),
+            problem.dtype,
             problem.softcap is not None,
         )
 
@@ -86,26 +85,30 @@ class TiledForward:
         shape, rows = code.shape, q.shape[1]
         lanes, blocks = q.shape[0] * problem.q_heads, -(-rows // QUERIES)
         padded = blocks * QUERIES
-        panels = np.empty((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
-        peaks = np.zeros((lanes, blocks), np.uint32)
-        orders = orders_of(q, problem, shape)
-        source, given = source_of(self._move, q, shape.pairs)
+        take = self._memory.take
+        panels = take((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
+        y = take((lanes, padded, shape.value_row), np.float64)
+        peaks, orders = np.zeros((lanes, blocks), np.uint32), orders_of(q, problem, shape)
+        source, given = source_of(q)
         self._workers.drive(
-            pack.pack_turned, grid(q.shape[0], blocks), source, orders, problem.group, rows,
-            flip_of(problem, shape.pairs), QUERIES, panels, peaks,
+            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, orders,
+            problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
+            peaks,
         )  # fmt: skip
         m, z = np.full((lanes, padded), -np.inf), np.zeros((lanes, padded))
         if sink is not None:
             _absorb_sink(m, z, sink, units.unit, q.shape[0])
-        softmax = SoftmaxState(m, z, np.zeros((lanes, padded, shape.value_row)))
+        fresh = np.ones((lanes, blocks), np.uint8)
         queries = Queries(
-            panels.ctypes.data, panels.shape[1], *(x.ctypes.data for x in (m, z, softmax.y)), padded,
-            ordinary(peaks),
+            panels.ctypes.data, panels.shape[1], m.ctypes.data, z.ctypes.data, y.ctypes.data,
+            padded, ordinary(peaks), fresh,
         )  # fmt: skip
         scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
-        own = [(one,) for one in scratch]
-        held = [given, panels, *arrays]
-        return TiledState(problem, code, units, q, queries, softmax, orders, own, held)
+        own, held = [(one,) for one in scratch], [given, panels, *arrays]
+        softmax = SoftmaxState(m, z, y)
+        state = TiledState(problem, code, units, q, queries, softmax, orders, own, held)
+        self._memory.give_back_with(state, [panels, y])
+        return state
 
     def accumulate(self, state: TiledState, k: Array, v: Array, tiles: TileTable) -> None:
         """Absorb all tiles."""
@@ -119,7 +122,7 @@ class TiledForward:
         first, last = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
         row_bytes = (shape.depth + shape.value_panels * shape.panel) * 4
         at_once = max(1, min(slots, _CHUNK_BYTES // (min(_CHUNK, last - first) * row_bytes)))
-        (k_source, k), (v_source, v) = (source_of(self._move, x, shape.pairs) for x in (k, v))
+        (k_source, k), (v_source, v) = source_of(k), source_of(v)
         for begin in range(first, last, _CHUNK):
             end = min(begin + _CHUNK, last)
             for slot in range(0, slots, at_once):
@@ -135,7 +138,7 @@ class TiledForward:
                 )
                 careful.absorb(
                     shard, state.problem, state.units.unit, state.q, state.queries.ordinary,
-                    state.softmax,
+                    state.queries.fresh, state.softmax,
                 )  # fmt: skip
 
     def finish(self, state: TiledState) -> tuple[Array, Array]:
@@ -146,9 +149,8 @@ class TiledForward:
         lse = np.empty((lanes, rows), np.float32)
         self._workers.drive(
             forward.finish, grid(lanes, -(-rows // QUERIES)), state.code.shape, state.units.unit,
-            address(self._move, f"round_{problem.dtype}"), rows, softmax.m, softmax.z,
-            softmax.y.ctypes.data, problem.q_heads, out.ctypes.data,
-            problem.value_dim * out.itemsize, lse,
+            state.code.at("out_rounded")[0], rows, softmax.m, softmax.z, state.queries,
+            problem.q_heads, out.ctypes.data, problem.value_dim * out.itemsize, lse,
         )  # fmt: skip
         return out, lse.reshape(batch, problem.q_heads, rows)
 
@@ -163,17 +165,17 @@ class TiledForward:
         if (count, rows) not in state.memory:
             state.memory.clear()
             v_shape = count, shape.value_panels, rows // (2 if shape.pairs else 1), shape.panel
-            state.memory[count, rows] = (
-                np.zeros((count, rows, shape.depth), np.uint32),
-                np.zeros(v_shape, np.uint32),
-            )
+            k_rows = self._memory.take((count, rows, shape.depth), np.uint32)
+            v_panels = self._memory.take(v_shape, np.uint32)
+            state.memory[count, rows] = k_rows, v_panels
+            self._memory.give_back_with(state, [k_rows, v_panels])
         k_rows, v_panels = state.memory[count, rows]
         parts = -(-size // _PART)
         peaks = np.zeros((2, count, parts), np.uint32)
         panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
         self._workers.drive(
-            pack.pack_keys, np.arange(parts), k, v, state.orders, slot, count, begin, size, _PART,
-            k_rows, panels, peaks,
+            pack.pack_keys, grid(count, parts), state.code.at("k_rows", "v_columns"), k, v,
+            state.orders, slot, begin, size, _PART, k_rows, panels, peaks,
         )  # fmt: skip
         return Keys(
             k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
@@ -189,7 +191,9 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     # The maximum of nothing, to which the kernels bring it back.
     top, alpha = np.full(shape.panel, -np.inf, np.float32), np.empty(QUERIES, np.float32)
     held = [scores, weights, top, alpha]
-    return Scratch(*(x.ctypes.data for x in held), *spans_of(QUERIES, shape)), held
+    first, last, low, high = spans_of(QUERIES, shape)
+    at = [x.ctypes.data for x in held]
+    return Scratch(at[0], at[1], at[2], at[3], first, last, low, high), held
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:

@@ -14,11 +14,11 @@ from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
 
-I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, F64, PTR = ir.FloatType(), ir.DoubleType(), ir.PointerType()
 
 #: What memory is aligned to, where it is not 4 bytes.
-_ALIGN = {F64: 8, I64: 8, I16: 2}
+_ALIGN = {F64: 8, I64: 8, I16: 2, ir.HalfType(): 2}
 
 #: An LLVM value: llvmlite has no types for them.
 Value = Any
@@ -44,11 +44,17 @@ EXP2_SHORT = (
 )
 
 #: tanh(x)/x − 1 over x², for |x| <= 0.625, highest power first (the Cephes library's fit).
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_TANH = (
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
+)
 _TANH_SMALL = 0.625
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """bf16, which llvmlite does not name."""
 
     def __str__(self) -> str:
@@ -104,6 +110,11 @@ class Body:
         element = value.type.element
         self.build.store(value, self.at(pointer, offset, element), align=_ALIGN.get(element, 4))
 
+    def prefetch(self, pointer: Value) -> None:
+        """Have a line of memory read into the cache; it may lie anywhere."""
+        options = [ir.Constant(I32, number) for number in (0, 3, 1)]
+        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), pointer, *options)
+
     # Vectors.
 
     def floats(self, x: float) -> Value:
@@ -143,7 +154,7 @@ class Body:
         self,
         count: int | Value,
         carried: Sequence[Value],
-        step: Callable[[Value, list[Value]], Sequence[Value]],
+        step: Callable[[Value, Sequence[Value]], Sequence[Value]],
     ) -> list[Value]:
         """Do `step(index, values)` count times, at least once; each gives the next one's values.
         What the last one gave."""
@@ -256,7 +267,9 @@ class Body:
         """The bits of x with bf16 in the upper half, rounded to nearest, ties to even."""
         build = self.build
         bits = build.bitcast(x, self.ints)
-        odd = build.and_(build.lshr(bits, self.whole([16] * self.width)), self.whole([1] * self.width))
+        odd = build.and_(
+            build.lshr(bits, self.whole([16] * self.width)), self.whole([1] * self.width)
+        )
         return build.add(bits, build.add(odd, self.whole([0x7FFF] * self.width)))
 
     def _upper(self, pair: Value) -> Value:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,8 @@ class Workers:
                     driver(control.numbers, part, *arguments, *own[0])
             return
         with self._control() as control:
-            self._together(
-                (lambda mine=mine: driver(control.numbers, tasks, *arguments, *mine) for mine in own),
-                control,
-            )
+            calls = [partial(driver, control.numbers, tasks, *arguments, *mine) for mine in own]
+            self._together(calls, control)
 
     def each(self, tasks: Sequence[Task]) -> None:
         """Run all tasks, which ask now and then whether to go on."""
@@ -78,7 +77,7 @@ class Workers:
                 for task in tasks:
                     task(control.check)
                 return
-            self._together((lambda task=task: task(control.check) for task in tasks), control)
+            self._together([partial(task, control.check) for task in tasks], control)
 
     def close(self) -> None:
         """End the threads, also in the midst of their work."""

@@ -1,0 +1,263 @@
+"""Rows of elements in and out: widened from fp16 and bf16, laid out as the register tile reads
+them, and rounded back at the end. An element of a packed operand is 32 bits: an fp32, or a pair of
+bf16; see `tile`.
+
+One head's rows lie far apart, a row of all heads from one another, and nothing in the processor
+foresees where the next one is: they are prefetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.vectors import F32, F64, I8, I16, I32, I64, PTR, Body, Value
+
+_ELEMENTS = {"float32": F32, "float16": ir.HalfType(), "bfloat16": I16}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: Rows that are prefetched ahead.
+_AHEAD, _LINE = 6, 64
+
+#: Where a vector is looked for, and how many of its lanes are there.
+Vectors = Callable[[Value, int, int], Value]
+
+
+def rows(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
+) -> None:
+    """Emit name(source, stride, count, target, order, peak): rows of K or V as operand A, side by
+    side: target[r, d] = source[r, order[d]]. `stride` is in bytes, `count` >= 1. `peak`, an int32,
+    is raised to the bits of the largest magnitude: without their sign, numbers are ordered as
+    their bits are, and NaN comes last."""
+    body = Body(module, machine, name, **_SOURCE, order=PTR, peak=PTR)
+    build, args = body.build, body.args
+    depth = dim // 2 if pairs else dim
+
+    def row(number: Value, tops: Sequence[Value]) -> Sequence[Value]:
+        source = _row(body, number, dim, dtype)
+        target = body.step(args["target"], number, depth, I32)
+
+        def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
+            index = body.load(args["order"], d, I64)
+            one = _element(body, source, index, dtype, pairs)
+            build.store(one, body.at(target, d, I32))
+            return []
+
+        body.loop(depth, [], element)
+        for at in range(0, depth, body.width):
+            bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
+            tops = [_largest(body, tops[0], bits, pairs)]
+        return tops
+
+    _raise_peak(body, body.loop(args["count"], [_zero(body)], row)[0])
+
+
+def columns(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
+) -> None:
+    """Emit name(source, stride, count, target, panel_stride, peak): rows as operand B that is
+    summed over rows: panels `panel_stride` elements apart, of which row r of the source is row r,
+    or in pairs rows 2r and 2r + 1; where there is no second one, it is 0."""
+    body = Body(module, machine, name, **_SOURCE, panel_stride=I64, peak=PTR)
+    build, args = body.build, body.args
+    each = 2 if pairs else 1
+
+    def some(number: Value, tops: Sequence[Value], there: int) -> Sequence[Value]:
+        first = build.mul(number, ir.Constant(I64, each))
+        sources = [
+            _row(body, build.add(first, ir.Constant(I64, r)), dim, dtype) for r in range(there)
+        ]
+        target = body.step(args["target"], number, machine.panel, I32)
+        for at in range(0, dim, body.width):
+            lanes = min(body.width, dim - at)
+            parts = [_vector(body, source, at, lanes, dtype, False) for source in sources]
+            bits = _paired(body, parts) if pairs else parts[0]
+            panel = body.step(target, args["panel_stride"], at // machine.panel, I32)
+            body.store(bits, panel, at % machine.panel)
+            tops = [_largest(body, tops[0], bits, pairs)]
+        return tops
+
+    top = build.alloca(body.ints)
+    build.store(_zero(body), top)
+    full = build.sdiv(args["count"], ir.Constant(I64, each))
+    with build.if_then(build.icmp_signed(">", full, ir.Constant(I64, 0))):
+        build.store(body.loop(full, [_zero(body)], lambda n, tops: some(n, tops, each))[0], top)
+    if pairs:
+        odd = build.and_(args["count"], ir.Constant(I64, 1))
+        with build.if_then(build.icmp_signed(">", odd, ir.Constant(I64, 0))):
+            build.store(some(full, [build.load(top, typ=body.ints)], 1)[0], top)
+    _raise_peak(body, build.load(top, typ=body.ints))
+
+
+def turned(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
+) -> None:
+    """Emit name(source, stride, count, target, order, flip, peak): up to a panel of rows
+    transposed, as operand B that is summed over columns: target[d, r] = source[r, order[d]] XOR
+    flip; beyond the last row 0."""
+    body = Body(module, machine, name, **_SOURCE, order=PTR, flip=I32, peak=PTR)
+    build, args = body.build, body.args
+    flip, size = body.splat(args["flip"]), _BYTES[dtype] * (2 if pairs else 1)
+    last = build.sub(args["count"], ir.Constant(I64, 1))
+    # Rows beyond the last are read from it, and masked.
+    offsets = []
+    for r in range(machine.panel):
+        number = ir.Constant(I64, r)
+        number = build.select(build.icmp_signed("<", number, last), number, last)
+        offsets.append(build.mul(number, args["stride"]))
+    counts = body.splat(build.trunc(args["count"], I32))
+
+    def column(d: Value, tops: Sequence[Value]) -> Sequence[Value]:
+        index = body.load(args["order"], d, I64)
+        source = body.at(args["source"], build.mul(index, ir.Constant(I64, size)), I8)
+        top = tops[0]
+        for first in (0, body.width):
+            bits = _gathered(body, source, offsets[first : first + body.width], dtype, pairs)
+            lanes = body.whole(range(first, first + body.width))
+            there = build.icmp_signed("<", lanes, counts)
+            bits = build.select(there, bits, _zero(body))
+            top = _largest(body, top, bits, pairs)
+            target = body.step(args["target"], d, machine.panel, I32)
+            body.store(build.select(there, build.xor(bits, flip), _zero(body)), target, first)
+        return [top]
+
+    depth = dim // 2 if pairs else dim
+    _raise_peak(body, body.loop(depth, [_zero(body)], column)[0])
+
+
+def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str) -> None:
+    """Emit name(source, target, factor): factor · source, float64, in the nearest numbers of the
+    dtype, one row."""
+    body = Body(module, machine, name, source=PTR, target=PTR, factor=F64)
+    build, args, element = body.build, body.args, _ELEMENTS[dtype]
+    for at, lanes in _cuts(dim, body.width):
+        kind = F64 if lanes == 1 else body.doubles
+        factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
+        exact = build.load(body.at(args["source"], at, F64), align=8, typ=kind)
+        x = build.fptrunc(build.fmul(exact, factor), _wide(F32, lanes))
+        if dtype == "float16":
+            x = build.fptrunc(x, _wide(element, lanes))
+        elif dtype == "bfloat16":
+            x = _to_bfloat(body, x, lanes)
+        build.store(x, body.at(args["target"], at, element), align=_BYTES[dtype])
+    build.ret_void()
+
+
+_SOURCE = {"source": PTR, "stride": I64, "count": I64, "target": PTR}
+
+
+def _cuts(dim: int, width: int) -> list[tuple[int, int]]:
+    """(first, lanes): whole vectors, and the rest one by one."""
+    whole = dim // width * width
+    vectors = [(at, width) for at in range(0, whole, width)]
+    return vectors + [(at, 1) for at in range(whole, dim)]
+
+
+def _row(body: Body, number: Value, dim: int, dtype: str) -> Value:
+    """The address of a row of the source; one further on is prefetched."""
+    build, args = body.build, body.args
+    source = body.at(args["source"], build.mul(number, args["stride"]), I8)
+    ahead = build.mul(args["stride"], ir.Constant(I64, _AHEAD))
+    for line in range(0, dim * _BYTES[dtype], _LINE):
+        body.prefetch(body.at(source, build.add(ahead, ir.Constant(I64, line)), I8))
+    return source
+
+
+def _element(body: Body, source: Value, index: Value, dtype: str, pairs: bool) -> Value:
+    """One element, widened, as a 32-bit integer."""
+    element = I32 if pairs else _ELEMENTS[dtype]
+    align = 4 if element == F32 else 2
+    x = body.build.load(body.at(source, index, element), align=align, typ=element)
+    return _widened(body, x, 1, dtype, pairs)
+
+
+def _vector(body: Body, source: Value, at: int, lanes: int, dtype: str, pairs: bool) -> Value:
+    """A vector of elements likewise, 0 where there are none."""
+    build, element = body.build, I32 if pairs else _ELEMENTS[dtype]
+    if lanes == body.width:
+        x = body.load(source, at, ir.VectorType(element, lanes))
+        return _widened(body, x, lanes, dtype, pairs)
+    bits = _zero(body)
+    for lane in range(lanes):
+        one = _element(body, source, ir.Constant(I64, at + lane), dtype, pairs)
+        bits = build.insert_element(bits, one, ir.Constant(I32, lane))
+    return bits
+
+
+def _widened(body: Body, x: Value, lanes: int, dtype: str, pairs: bool) -> Value:
+    build, ints = body.build, _wide(I32, lanes)
+    if pairs:
+        return x
+    if dtype == "float16":
+        x = build.fpext(x, _wide(F32, lanes))
+    elif dtype == "bfloat16":
+        x = build.shl(build.zext(x, ints), _all(16, lanes))
+    return build.bitcast(x, ints)
+
+
+def _gathered(
+    body: Body, source: Value, offsets: Sequence[Value], dtype: str, pairs: bool
+) -> Value:
+    """One element of each of some rows, whose offsets are in bytes."""
+    build, element = body.build, I32 if pairs else _ELEMENTS[dtype]
+    x = ir.Constant(ir.VectorType(element, body.width), ir.Undefined)
+    for lane, offset in enumerate(offsets):
+        one = build.load(body.at(source, offset, I8), align=2 if element != F32 else 4, typ=element)
+        x = build.insert_element(x, one, ir.Constant(I32, lane))
+    return _widened(body, x, body.width, dtype, pairs)
+
+
+def _paired(body: Body, widened: Sequence[Value]) -> Value:
+    """Pairs of two rows of bf16 that were widened; the second may be missing."""
+    low = body.build.lshr(widened[0], _all(16, body.width))
+    return body.build.or_(low, widened[1]) if len(widened) > 1 else low
+
+
+def _largest(body: Body, top: Value, bits: Value, pairs: bool) -> Value:
+    """The largest magnitude so far, lane by lane."""
+    build, lanes = body.build, body.width
+    if not pairs:
+        return _larger(body, top, build.and_(bits, _all(0x7FFFFFFF, lanes)))
+    high = _all(0x7FFF0000, lanes)
+    top = _larger(body, top, build.and_(bits, high))
+    return _larger(body, top, build.and_(build.shl(bits, _all(16, lanes)), high))
+
+
+def _raise_peak(body: Body, tops: Value) -> None:
+    """The end of a function: its largest magnitude goes to `peak`."""
+    build, peak = body.build, body.args["peak"]
+    largest = body.intrinsic(f"llvm.vector.reduce.umax.v{body.width}i32", I32, tops)
+    build.store(_larger(body, build.load(peak, typ=I32), largest), peak)
+    build.ret_void()
+
+
+def _to_bfloat(body: Body, x: Value, lanes: int) -> Value:
+    """The nearest bf16, ties to even; NaN stays NaN."""
+    build = body.build
+    bits = build.bitcast(x, _wide(I32, lanes))
+    upper = build.lshr(bits, _all(16, lanes))
+    odd = build.and_(upper, _all(1, lanes))
+    near = build.lshr(build.add(bits, build.add(odd, _all(0x7FFF, lanes))), _all(16, lanes))
+    quiet = build.or_(upper, _all(0x40, lanes))
+    chosen = build.select(build.fcmp_ordered("ord", x, x), near, quiet)
+    return build.trunc(chosen, _wide(I16, lanes))
+
+
+def _wide(element: ir.Type, lanes: int) -> ir.Type:
+    return ir.VectorType(element, lanes) if lanes > 1 else element
+
+
+def _zero(body: Body) -> Value:
+    return _all(0, body.width)
+
+
+def _all(number: int, lanes: int) -> Value:
+    """The integer in every lane."""
+    return ir.Constant(_wide(I32, lanes), [number] * lanes if lanes > 1 else number)
+
+
+def _larger(body: Body, a: Value, b: Value) -> Value:
+    return body.build.select(body.build.icmp_unsigned(">", a, b), a, b)
