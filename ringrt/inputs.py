@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -73,7 +74,13 @@ def _place(x: Array) -> Place:
 
 def dtype_name(x: Array) -> str:
     """The dtype's plain name; `bfloat16` for that of ml_dtypes."""
-    return x.dtype.name
+    return _name_of(x.dtype)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """NumPy makes the name anew each time, and it is asked for often."""
+    return str(dtype.name)
 
 
 def check_arrays(q: Array, k: Array, v: Array) -> Shapes:

@@ -3,15 +3,18 @@ of a case, and what comes of them by the oracle."""
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import llvmlite.binding as llvm
 import numpy as np
+from llvmlite import ir
 
 import oracle
 from ringrt.conformance.cases import Arrays, Case
 from ringrt.plan import Piece
 from ringrt.plan.mask_options import MaskOptions
+from ringrt_backends.cpu import compiled
 from ringrt_backends.cpu.backend import CpuBackend
 from ringrt_backends.cpu.machine import Machine, emulated_pairs
 from support import numpy_dtype
@@ -140,3 +143,28 @@ def assert_same_bits(results):
 
 #: Heads and masks of all kinds in one: what a test takes that is not about them.
 CASE = Case(rows=101, keys=119, q_heads=4, kv_heads=2, head_dim=5, value_dim=3)
+
+
+#: With pairs of bf16 too.
+NAMES = [*MACHINES, "pairs"]
+
+
+def machine_of(name):
+    return PAIRS if name == "pairs" else MACHINES[name]
+
+
+class Function:
+    """A compiled function. Arrays are passed by their address."""
+
+    def __init__(self, machine, emit, name="f"):
+        module = ir.Module()
+        emit(module, machine, name)
+        shape = compiled.shape_of(machine, 1, 1, False)
+        self._code = compiled.compile_module(module, machine, shape, (name,))
+
+    def __call__(self, *arguments):
+        kinds = {np.ndarray: ctypes.c_void_p, int: ctypes.c_int64, np.uint32: ctypes.c_uint32,
+                 float: ctypes.c_double, np.float32: ctypes.c_float}  # fmt: skip
+        function = ctypes.CFUNCTYPE(None, *(kinds[type(x)] for x in arguments))
+        given = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments]
+        function(int(self._code.addresses[0]))(*given)

@@ -147,7 +147,7 @@ def test_thread_rings_beside_the_kernel():
     assert by_name["ring of two thread ranks forward d8 32"].of == "kernel / ring"
     assert by_name["ring striped against contiguous forward d8 32"].of == "contiguous / striped"
     assert by_name["ring step without compute, 4 thread ranks, forward"].unit == "µs a step"
-    call = by_name["ring call of one step without compute, 4 thread ranks, forward"]
+    call = by_name["ring call without compute, 4 thread ranks, forward"]
     assert (call.unit, call.target) == ("µs a call", None)
 
 

@@ -67,7 +67,9 @@ def test_dims_even_and_odd(dims):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask):
-    case = masked(Case("bfloat16", rows=330, keys=330, q_heads=2, kv_heads=1, head_dim=5), **MASKS[mask])
+    case = masked(
+        Case("bfloat16", rows=330, keys=330, q_heads=2, kv_heads=1, head_dim=5), **MASKS[mask]
+    )
     hold_pairs(case)
 
 
@@ -98,7 +100,7 @@ def test_scores(change):
     hold_pairs(CASE.but(**change, edges=(51,)).causal())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(cases())
 def test_any_pieces_in_any_shards(case):
     hold_pairs(case.but(dtype="bfloat16"))
@@ -132,7 +134,11 @@ def test_weights_are_rounded_and_nothing_else():
 
 def test_the_backend_says_that_it_rounds_weights(monkeypatch):
     """So its checks and jobs allow for that, for bf16 alone, and where pairs are multiplied."""
-    for found, rounds in ((PAIRS, True), (None, False), (machine.this_machine(("avx512bf16",)), False)):
+    for found, rounds in (
+        (PAIRS, True),
+        (None, False),
+        (machine.this_machine(("avx512bf16",)), False),
+    ):
         monkeypatch.setattr(backend, "code_in_use", lambda found=found: (found, ""))
         assert _cpu_rounds_weights("bfloat16") is rounds
         assert not _cpu_rounds_weights("float16")

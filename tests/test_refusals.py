@@ -155,12 +155,12 @@ def test_a_backend_without_backward_says_so(monkeypatch):
 
 def test_auto_passes_over_a_backend_that_cannot_be_loaded(monkeypatch):
     """Numba is there, but refuses to be imported beside this NumPy, say."""
-    import ringrt_backends.cpu
+    import ringrt_backends.cpu.backend
 
-    def fail(threads):
+    def fail(threads, machine):
         raise ImportError("Numba needs NumPy 2.2 or less")
 
-    monkeypatch.setattr(ringrt_backends.cpu, "CpuBackend", fail)
+    monkeypatch.setattr(ringrt_backends.cpu.backend, "CpuBackend", fail)
     with pytest.warns(RuntimeWarning, match="Numba needs NumPy 2.2 or less; trying the next"):
         assert call()[0].shape == (1, 12, 4, 8)
     with pytest.raises(BackendUnavailable, match="backend cpu: ImportError: Numba needs NumPy"):

@@ -170,4 +170,4 @@ def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
     step, call = (summary(compare(times, *names, each)) for each in (of_a_step, of_a_call))
     yield case.row(unit="µs a step", threads=count, times=times, **step)
     beside = case.row(unit="µs a call", threads=count, target=None, **call)
-    yield replace(beside, name=case.name.replace("ring step", "ring call of one step"))
+    yield replace(beside, name=case.name.replace("ring step", "ring call"))

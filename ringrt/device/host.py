@@ -63,7 +63,7 @@ class HostDevice:
         """In float64, rounded once."""
         sums = np.float64 if dtype == "float64" else np.float32
         with np.errstate(invalid="ignore", over="ignore"):
-            product = np.einsum("brhd,brhd->bhr", dout.astype(np.float64), out.astype(np.float64))
+            product = np.einsum("brhd,brhd->bhr", dout, out, dtype=np.float64)
             product = product if dlse is None else product - dlse
             return np.ascontiguousarray(product.astype(sums))
 

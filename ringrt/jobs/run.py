@@ -179,7 +179,9 @@ def run_on_rank(ring: Ring, loaded: LoadedJob, progress: Progress) -> JobReport:
             _sample(tensors.kv_runs, job.verify.rows),
             on_progress,
             options.get("sink"),
-            registry().backends[passes["forward"].stats.backend].rounds(plans["forward"].problem.dtype),
+            registry()
+            .backends[passes["forward"].stats.backend]
+            .rounds(plans["forward"].problem.dtype),
         )
     ranks = _gather_reports(ring, RankReport(passes, verdict))
     report = JobReport(plans, ranks, written=None)

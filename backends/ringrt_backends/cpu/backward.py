@@ -87,14 +87,15 @@ class Work(NamedTuple):
 
 
 class Source(NamedTuple):
-    """K and V of the shard (see `pack.Source`), addresses of the order of K's columns `[KV lanes,
-    depth]` and of V's, which is as they lie, and the largest peak that is ordinary."""
+    """K and V of the shard (see `pack.Source`), addresses of the order of their columns `[KV lanes,
+    depth]`, and the largest peak that is ordinary."""
 
     k: Any
     v: Any
     orders: int
-    plain: int
-    ordinary: np.float32
+    v_orders: int
+    k_ordinary: np.float32
+    v_ordinary: np.float32
 
 
 @driver
@@ -113,7 +114,8 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
             begin = work.begin + number * SQUARE
             end = min(begin + SQUARE, work.end)
             _pack_block(shape, at, source, lane, begin, end, block)
-            if not (block.peaks[0] <= source.ordinary and block.peaks[1] <= source.ordinary):
+            peaks = block.peaks
+            if not (peaks[0] <= source.k_ordinary and peaks[1] <= source.v_ordinary):
                 work.left_out[lane, number] = 1
                 continue
             for head in range(lane * work.group, lane * work.group + work.group):
@@ -139,10 +141,11 @@ def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-
     k_peak, v_peak, count = base(block.peaks), base(block.peaks) + 4, end - begin
     k, v = where(source.k, lane, begin), where(source.v, lane, begin)
     order, panels = source.orders + lane * shape.depth * 8, block.k_columns
+    v_order = source.v_orders + lane * shape.value_depth * 8
     call(at[9], (k, source.k.row_stride, count, block.k, order, k_peak))
     stride = panels.rows * panels.panel
     call(at[10], (k, source.k.row_stride, count, panels.address, stride, k_peak))
-    call(at[11], (v, source.v.row_stride, count, block.v, source.plain, v_peak))
+    call(at[11], (v, source.v.row_stride, count, block.v, v_order, v_peak))
     clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
     clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
     block.dk[:] = 0

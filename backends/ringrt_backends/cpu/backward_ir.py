@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from ringrt_backends.cpu import exact
+from ringrt_backends.cpu.exact import wide
 from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import product
@@ -30,7 +32,7 @@ def prob(
     for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
-    bf16, and p and slope are panels.
+    bf16, and p and slope are panels. Large weights are computed once more; see `exact`.
     """
     extra = SPAN if masked else {}
     body = Body(
@@ -40,7 +42,7 @@ def prob(
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
 
-    def tile_of_weights(group: Value, _: Sequence[Value]) -> Sequence[Value]:
+    def tile_of_weights(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
         tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
         if capped:
@@ -54,10 +56,42 @@ def prob(
         if pairs:
             narrow = body.step(args["narrow"], group, rows * p_row // 2, I32)
             _store_narrow(body, tile, narrow, p_row)
+        return [_larger_of(body, tile, top) for top in tops]
+
+    mended = not (pairs or capped)
+    tops = [body.floats(0.0)] if mended else []
+    for top in body.loop(args["groups"], tops, tile_of_weights):
+        with body.build.if_then(exact.any_above(body, top, body.floats(exact.LARGE))):
+            _mend(body, depth, p_row)
+    body.build.ret_void()
+
+
+def _larger_of(body: Body, tile: list[list[Value]], top: Value) -> Value:
+    """The larger of top and all vectors of a tile, lane by lane."""
+    values = [top, *(value for row in tile for value in row)]
+    while len(values) > 1:
+        halves = zip(values[::2], values[1::2], strict=False)
+        values = [body.larger(*pair) for pair in halves] + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
+def _mend(body: Body, depth: int, p_row: int) -> None:
+    """Compute the vectors of P with large weights once more; see `exact`."""
+    build, args, width = body.build, body.args, body.width
+    rows = build.mul(args["groups"], ir.Constant(I64, body.machine.rows))
+
+    def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
+        a, p = body.step(args["a"], number, depth), body.step(args["p"], number, p_row)
+        for v in range(2):
+            old = body.load(p, v * width)
+            with build.if_then(exact.any_above(body, old, body.floats(exact.LARGE))):
+                less = [wide(body, body.load(args[name], v * width)) for name in ("lse", "rest")]
+                new = exact.weights(body, a, args["b"], v * width, depth, less)
+                hidden = build.fcmp_ordered("==", old, body.floats(0.0))
+                body.store(build.select(hidden, old, new), p, v * width)
         return []
 
-    body.loop(args["groups"], [], tile_of_weights)
-    body.build.ret_void()
+    body.loop(rows, [], row)
 
 
 def _slope(body: Body, t: Value) -> Value:
@@ -99,10 +133,15 @@ def dscore(
 
     def tile_of_gradients(group: Value, _: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
-        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        delta = [body.load(args["delta"], v * body.width) for v in range(2)]
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, less=delta)
         factors = ["p", "slope"] if capped else ["p"]
         pointers = [body.step(args[name], group, rows * row_step) for name in factors]
-        _gradients(body, tile, pointers, row_step)
+        for factor in pointers:
+            for r, row in enumerate(tile):
+                for v in range(2):
+                    at = r * row_step + v * body.width
+                    row[v] = body.build.fmul(row[v], body.load(factor, at))
         if not pairs:
             store_tile(body, tile, body.step(args["ds"], group, rows * p_row), p_row)
             return []
@@ -117,19 +156,6 @@ def dscore(
 
     body.loop(args["groups"], [], tile_of_gradients)
     body.build.ret_void()
-
-
-def _gradients(
-    body: Body, tile: list[list[Value]], factors: Sequence[Value], row_step: int
-) -> None:
-    """(x − delta) times all factors in place of x."""
-    build = body.build
-    for v in range(2):
-        delta = body.load(body.args["delta"], v * body.width)
-        for r, row in enumerate(tile):
-            row[v] = build.fsub(row[v], delta)
-            for factor in factors:
-                row[v] = build.fmul(row[v], body.load(factor, r * row_step + v * body.width))
 
 
 def _store_narrow(body: Body, tile: list[list[Value]], pointer: Value, row_step: int) -> None:

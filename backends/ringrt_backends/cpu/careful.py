@@ -17,7 +17,10 @@ from ringrt_backends.cpu.layout import Blocks
 from ringrt_backends.reference import ReferenceBackend, ReferenceGrads, ReferenceState
 
 _REFERENCE = ReferenceBackend()
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+#: Maxima up to this are kept as float32 numbers, for that is what the compiled kernels subtract;
+#: larger ones as they are, for rounding them would be an exponent that no float64 has. No score of
+#: an ordinary block comes near them.
+_LARGEST_MAXIMUM = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +115,13 @@ def _absorb_rows(
     unit: float,
     part: SoftmaxState,
 ) -> None:
-    """Some rows of one head. Their maximum is put back in units, as a float32 number if it is
-    within their range, for that is what the compiled kernels subtract."""
+    """Some rows of one head. Their maximum is put back in units."""
     y = part.y[..., : problem.value_dim]
     with np.errstate(invalid="ignore", over="ignore"):
         natural = SoftmaxState(part.m * unit, part.z.copy(), y.copy())
         _REFERENCE.accumulate(ReferenceState(q, problem, natural), k, v, tiles)
         exact = natural.m / unit
-        near = np.where(abs(exact) <= _FLOAT32_MAX, exact.astype(np.float32), exact)
+        near = np.where(abs(exact) <= _LARGEST_MAXIMUM, exact.astype(np.float32), exact)
         factor = np.where(exact == near, 1.0, np.exp((exact - near) * unit))
         part.m[...], part.z[...] = near, natural.z * factor
         y[...] = natural.y * factor[..., None]

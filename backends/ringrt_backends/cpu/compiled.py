@@ -18,7 +18,7 @@ from ringrt_backends.cpu.tile import add_product
 
 #: Forward: queries of a block, whose state stays in cache, and keys of a block, the longest sum
 #: in float32. Multiples of any tile's rows and columns.
-QUERIES, KEYS = 192, 288
+QUERIES, KEYS = 192, 144
 #: Backward: the same, of one size.
 SQUARE = 288
 #: Floats by which a row of scores is longer than it need be: rows at a power of two would fall
@@ -103,7 +103,9 @@ def forward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped:
             module, machine, name,
             depth=shape.depth, s_row=s_row, masked=masked, capped=capped, pairs=pairs,
         )  # fmt: skip
-    forward_ir.soft(module, machine, "soft", s_row=s_row, pairs=pairs)
+    forward_ir.soft(
+        module, machine, "soft", depth=shape.depth, s_row=s_row, capped=capped, pairs=pairs
+    )
     for name, vectors in (("values", 2), ("values_narrow", 1)):
         add_product(
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,

@@ -140,7 +140,8 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
     p = scratch.weights + (bottom - begin) // each * _ROW + column * 4
     count, alpha = (top - bottom + each - 1) // each, scratch.alpha + column * 4
     m, z = queries.m + row * 8, queries.z + row * 8
-    call(at[2], (s, p, count, units.scale, scratch.top, m, z, alpha))
+    a = k + bottom * shape.depth * 4
+    call(at[2], (s, p, count, units.scale, scratch.top, m, z, alpha, a, q))
 
 
 @inner

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import in_chunks, product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
@@ -93,35 +94,45 @@ def cap_scores(body: Body, tile: list[list[Value]]) -> None:
         row[:] = [body.tanh(body.build.fmul(value, cap)) for value in row]
 
 
-def soft(module: ir.Module, machine: Machine, name: str, *, s_row: int, pairs: bool) -> None:
-    """Emit name(s, p, n, scale, top, m, z, alpha): the online softmax of 2 vectors of queries
+def soft(
+    module: ir.Module,
+    machine: Machine,
+    name: str,
+    *,
+    depth: int,
+    s_row: int,
+    capped: bool,
+    pairs: bool,
+) -> None:
+    """Emit name(s, p, n, scale, top, m, z, alpha, a, b): the online softmax of 2 vectors of queries
     over n >= 1 rows of keys.
 
         m' = max(m, scale·top),  alpha = 2^(m − m'),  P = 2^(scale·S − m'),  z' = z·alpha + ΣP
 
     P takes the place of S; top goes back to −inf. m and z are float64; m' is a float32 number
-    unless it is beyond them. With `pairs`, n counts pairs of keys, and p holds them as bf16.
+    unless it is beyond them. Large weights are computed once more, from the operands a and b of
+    the scores; see `exact`. With `pairs`, n counts pairs of keys, and p holds them as bf16.
     """
-    body = Body(
-        module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, top=PTR, m=PTR, z=PTR, alpha=PTR
-    )
+    pointers = {key: PTR for key in ("top", "m", "z", "alpha", "a", "b")}
+    body = Body(module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, **pointers)
     build, args, width = body.build, body.args, body.width
     scale = body.splat(args["scale"])
     bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
+    minus = [build.fneg(build.fptrunc(base, body.vector)) for base in bases]
     keys = 2 if pairs else 1
 
     def step(i: Value, sums: Sequence[Value]) -> Sequence[Value]:
-        from_s = body.at(args["s"], build.mul(i, ir.Constant(I64, keys * s_row)))
+        from_s = body.step(args["s"], i, keys * s_row)
         following = list(sums)
         for v in range(2):
             weights = []
             for key in range(keys):
-                x = body.fma(body.load(from_s, key * s_row + v * width), scale, bases[v])
+                x = body.fma(body.load(from_s, key * s_row + v * width), scale, minus[v])
                 weights.append(body.exp2(x, EXP2_SHORT if pairs else EXP2))
                 at = key * 2 + v
                 following[at] = build.fadd(sums[at], weights[-1])
             if pairs:
-                to_p = body.at(args["p"], build.mul(i, ir.Constant(I64, s_row)))
+                to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)
             else:
                 body.store(weights[0], from_s, v * width)
@@ -129,15 +140,42 @@ def soft(module: ir.Module, machine: Machine, name: str, *, s_row: int, pairs: b
 
     sums = in_chunks(body, args["n"], [body.floats(0.0)] * (2 * keys), step)
     for v in range(2):
-        total = build.fpext(build.fadd(sums[v], sums[v + 2]) if pairs else sums[v], body.doubles)
+        total = exact.wide(body, build.fadd(sums[v], sums[v + 2]) if pairs else sums[v])
         old = body.load(args["z"], v * width, body.doubles)
-        alpha = build.fpext(alphas[v], body.doubles)
-        body.store(body.fma(old, alpha, total), args["z"], v * width)
+        z = body.fma(old, exact.wide(body, alphas[v]), total)
+        body.store(z, args["z"], v * width)
+        if not (pairs or capped):
+            _mend(body, v * width, z, bases[v], depth, s_row)
     build.ret_void()
 
 
+def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) -> None:
+    """Compute the vectors of P with large weights once more, and z with them. Where z is large,
+    relative to the largest weight so far, which is 1, no weight is."""
+    build, args = body.build, body.args
+    part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
+    concentrated = build.fcmp_ordered("<", part, body.floats(1.0))
+    limits = build.select(concentrated, part, body.floats(math.inf))
+
+    def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
+        p = body.step(args["s"], number, s_row)
+        old = body.load(p, at)
+        with build.if_then(exact.any_above(body, old, limits)):
+            a = body.step(args["a"], number, depth)
+            new = exact.weights(body, a, args["b"], at, depth, [base])
+            new = build.select(build.fcmp_ordered("==", old, body.floats(0.0)), old, new)
+            body.store(new, p, at)
+            change = build.fsub(exact.wide(body, new), exact.wide(body, old))
+            now = body.load(args["z"], at, body.doubles)
+            body.store(build.fadd(now, change), args["z"], at)
+        return []
+
+    with build.if_then(exact.any_above(body, body.floats(1.0), part)):
+        body.loop(args["n"], [], row)
+
+
 def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value]:
-    """Raise m by the scores' maximum; −m' to subtract (0 where nothing was seen), and alpha."""
+    """Raise m by the scores' maximum: m' in float64 (0 where nothing was seen), and alpha."""
     build, args = body.build, body.args
     old = body.load(args["m"], at, body.doubles)
     best = build.fmul(scale, body.load(args["top"], at))
@@ -149,4 +187,4 @@ def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value]:
     base = build.select(nothing, zero, new)
     alpha = body.exp2(build.fptrunc(build.fsub(old, base), body.vector))
     body.store(alpha, args["alpha"], at)
-    return build.fneg(build.fptrunc(base, body.vector)), alpha
+    return base, alpha

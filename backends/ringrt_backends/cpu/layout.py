@@ -20,6 +20,10 @@ from ringrt_backends.cpu.pack import Source
 #: go the careful way.
 ORDINARY = 1e9
 
+#: Scores of ordinary blocks are within this, in powers of 2: the rounding of larger ones would be an
+#: exponent that float32 does not have.
+_LARGEST_SCORE = 2.0**27
+
 #: Rows of q that are looked at for the order of its columns.
 _SAMPLE = 256
 
@@ -48,9 +52,17 @@ def blocks_of(tiles: TileTable, rows: int, size: int) -> Blocks:
     return Blocks(np.ascontiguousarray(cut.table[sorting]), starts, order[work[order] > 0])
 
 
-def ordinary(peaks: Array) -> Array:
+def ordinary(peaks: Array, limit: float = ORDINARY) -> Array:
     """Which blocks are, by their peaks: bool as uint8."""
-    return np.asarray(peaks.view(np.float32) <= np.float32(ORDINARY)).view(np.uint8)
+    return np.asarray(peaks.view(np.float32) <= np.float32(limit)).view(np.uint8)
+
+
+def score_limit(problem: Problem) -> float:
+    """The largest number that is ordinary in q and k: no score is then too large."""
+    if problem.softcap is not None:
+        return ORDINARY
+    factor = problem.head_dim * abs(problem.scale) / math.log(2)
+    return min(ORDINARY, math.sqrt(_LARGEST_SCORE / factor))
 
 
 def spans_of(queries: int, shape: Shape) -> tuple[Array, Array, Array, Array]:

@@ -27,7 +27,7 @@ class Machine:
     cpu: str
     features: str
     rows: int = 6
-    chunk: int = 16
+    chunk: int = 12
     scalef: bool = False
     pairs: str = ""
 

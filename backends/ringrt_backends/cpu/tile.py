@@ -1,14 +1,15 @@
 """The register tile: the one loop in which nearly all the time is spent, and what is laid out
 in memory for its sake.
 
-**The tile.** Every product of attention is computed in tiles of `rows` × 2 vectors that stay in
-registers while the sum runs (12 × 32 floats with AVX-512: 24 of its 32 registers; 6 × 16 with
-AVX2: 12 of 16; 12 × 8 with NEON):
+**The tile.** Every product of attention is computed in tiles of 6 rows × 2 vectors that stay in
+registers while the sum runs (6 × 32 floats with AVX-512, 6 × 16 with AVX2, 6 × 8 with NEON):
 
     C[r, c]  =  Σ_k A[r, k] · B[k, c]
 
 A step of k loads two vectors of B, and broadcasts one scalar of A a row; each scalar is used
-twice and each vector `rows` times, so the multiply-add units never wait for loads.
+twice and each vector 6 times, so the multiply-add units do not wait for loads. Twelve sums are
+enough to hide the latency of a multiply-add, and where there are 32 registers, twelve totals stay
+in registers beside them (see Sums).
 
 **A** is read scalar by scalar, so its layout is free: the strides of r and k may be (ld, 1) or
 (1, ld). A transposed operand costs nothing, and no operand is ever transposed for A's sake.
@@ -32,8 +33,11 @@ while the tile is still in registers: its *epilogue*.
 **Order of the loops**, forward: block of queries (their state in cache) → block of keys → panel
 of queries → rows of keys; backward: block of keys (their dk and dv in cache) → block of queries.
 
-**Sums.** A tile adds up at most one block (some 300 terms) in float32; what lives longer (z, the
-value sums y, dq, dk, dv) is float64 in memory, added to by the tile's epilogue.
+**Sums.** A register adds up a dozen terms, which go to a total; so a term seldom meets a sum that
+is much larger than it. A tile adds up at most one block (144 terms in forward, 288 in backward)
+in float32; what lives longer (z, the value sums y, dq, dk, dv) is float64 in memory, added to by
+the tile's epilogue. Columns of Q and K are taken in an order (`layout.orders_of`), and large
+weights are made exact (`exact`). All of it is for the bounds of docs/accuracy.md on real data.
 
 **bf16.** With AVX512-BF16 an element of A and B is a pair of bf16, two consecutive k in 32 bits,
 and a step multiplies both. K and Q hold such pairs as they lie in memory; V, and what else is
@@ -60,15 +64,20 @@ def product(
     a_step: int,
     vectors: int = 2,
     pairs: bool = False,
+    less: Sequence[Value] | None = None,
 ) -> list[list[Value]]:
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
-    elements; B is a panel, of which the first `vectors` are taken."""
+    elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
+    from every row, one vector for each: as the totals begin with it, they stay as small as the
+    difference, and so does their rounding."""
     rows = body.machine.rows
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
         return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
-    sums = in_chunks(body, depth, [body.floats(0.0)] * (rows * vectors), step)
+    zeros = [body.floats(0.0)] * (rows * vectors)
+    totals = [body.build.fneg(x) for x in less] * rows if less else None
+    sums = in_chunks(body, depth, zeros, step, totals)
     return [list(sums[row * vectors : (row + 1) * vectors]) for row in range(rows)]
 
 
@@ -77,12 +86,14 @@ def in_chunks(
     count: int | Value,
     zeros: list[Value],
     step: Callable[[Value, Sequence[Value]], Sequence[Value]],
+    totals: Sequence[Value] | None = None,
 ) -> Sequence[Value]:
     """Sums over count >= 1 steps, in two levels: a chunk of terms is summed up by itself and
-    added to the total, so that few terms meet a sum much larger than they are."""
+    added to the total, so that few terms meet a sum much larger than they are. `totals` are what
+    these begin with, by default 0."""
     build, size = body.build, body.machine.chunk
     if isinstance(count, int):
-        if count <= size:
+        if count <= size and totals is None:
             return body.loop(count, zeros, step)
         count = ir.Constant(I64, count)
     whole = count
@@ -96,7 +107,7 @@ def in_chunks(
         return [build.fadd(total, part) for total, part in zip(totals, sums, strict=True)]
 
     chunks = build.sdiv(build.add(whole, ir.Constant(I64, size - 1)), ir.Constant(I64, size))
-    return body.loop(chunks, zeros, chunk)
+    return body.loop(chunks, totals or zeros, chunk)
 
 
 def _multiply(

@@ -23,6 +23,7 @@ from ringrt_backends.cpu.layout import (
     grid,
     orders_of,
     ordinary,
+    score_limit,
     source_of,
     spans_of,
     units_of,
@@ -50,7 +51,7 @@ class TiledGrads:
     given: tuple[Array, Array, Array, Array]
     packed: Rows
     orders: Array
-    plain: Array
+    v_orders: Array
     dq: Array
     own: list[tuple[Block, Scratch]]
     held: list[Any]
@@ -86,19 +87,20 @@ class TiledBackward:
         )
         blocks, kv_lanes = padded // SQUARE, batch * problem.kv_heads
         orders = orders_of(q, problem, shape)
-        plain = np.tile(np.arange(shape.value_depth), (kv_lanes, 1))
+        v_orders = orders_of(dout, problem, shape)
         sizes = shape.depth, shape.panels
         q_packed = self._pack(q, "q", code, sizes, orders, flip_of(problem, shape.pairs), padded)
         sizes = shape.value_depth, shape.value_panels
-        dout_packed = self._pack(dout, "dout", code, sizes, plain, np.uint32(0), padded)
+        dout_packed = self._pack(dout, "dout", code, sizes, v_orders, np.uint32(0), padded)
         per_row = _per_row(lse, delta, units.unit, padded)
-        usable = ordinary(q_packed[2]) & ordinary(dout_packed[2]) & _usable(lse, delta, padded)
+        usable = ordinary(q_packed[2], score_limit(problem)) & ordinary(dout_packed[2])
+        usable &= _usable(lse, delta, padded)
         packed_arrays = [*q_packed[:2], *dout_packed[:2]]
         dq = self._memory.take((lanes, padded, shape.row), np.float64)
         fresh = np.ones((lanes, blocks), np.uint8)
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
-        held = [*packed_arrays, *per_row, plain]
+        held = [*packed_arrays, *per_row]
         at = [x.ctypes.data for x in held]
         packed = Rows(at[0], at[1], at[2], at[3], at[4], at[5], at[6], padded, usable, fresh)
         own = []
@@ -107,7 +109,7 @@ class TiledBackward:
             own.append((block, scratch))
             held += in_block + in_scratch
         given = q, dout, lse, delta
-        grads = TiledGrads(problem, code, units, given, packed, orders, plain, dq, own, held)
+        grads = TiledGrads(problem, code, units, given, packed, orders, v_orders, dq, own, held)
         self._memory.give_back_with(grads, [*packed_arrays, dq])
         return grads
 
@@ -155,8 +157,9 @@ class TiledBackward:
         self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, work: Work
     ) -> None:
         (k_source, k), (v_source, v) = source_of(k), source_of(v)
-        orders = grads.orders.ctypes.data, grads.plain.ctypes.data
-        source = Source(k_source, v_source, *orders, np.float32(ORDINARY))
+        orders = grads.orders.ctypes.data, grads.v_orders.ctypes.data
+        limits = np.float32(score_limit(grads.problem)), np.float32(ORDINARY)
+        source = Source(k_source, v_source, *orders, *limits)
         self._workers.drive(
             backward.absorb, grid(k.shape[0] * k.shape[2], work.parts), grads.code.shape,
             grads.code.addresses, grads.units, float(grads.problem.scale), work, grads.packed,

@@ -27,6 +27,7 @@ from ringrt_backends.cpu.layout import (
     grid,
     orders_of,
     ordinary,
+    score_limit,
     source_of,
     spans_of,
     units_of,
@@ -38,7 +39,7 @@ from ringrt_backends.cpu.workers import Workers
 
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
 #: be taken one after the other.
-_CHUNK, _CHUNK_BYTES = 16 * KEYS, 1 << 25
+_CHUNK, _CHUNK_BYTES = 32 * KEYS, 1 << 25
 #: Keys that are packed by one task, with a peak of their own; even.
 _PART = 96
 
@@ -101,7 +102,7 @@ class TiledForward:
         fresh = np.ones((lanes, blocks), np.uint8)
         queries = Queries(
             panels.ctypes.data, panels.shape[1], m.ctypes.data, z.ctypes.data, y.ctypes.data,
-            padded, ordinary(peaks), fresh,
+            padded, ordinary(peaks, score_limit(problem)), fresh,
         )  # fmt: skip
         scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
         own, held = [(one,) for one in scratch], [given, panels, *arrays]
@@ -179,7 +180,7 @@ class TiledForward:
         )  # fmt: skip
         return Keys(
             k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
-            ordinary(peaks[0]) & ordinary(peaks[1]),
+            ordinary(peaks[0], score_limit(state.problem)) & ordinary(peaks[1]),
         )  # fmt: skip
 
 
@@ -199,8 +200,8 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
     """One key of the sink's score, whose value is 0. m is a float32 number."""
     exact = np.tile(sink.astype(np.float64) / unit, batch)
-    near = exact.astype(np.float32).astype(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        near = np.where(abs(exact) <= 2.0**31, exact.astype(np.float32).astype(np.float64), exact)
         part = np.where(near == -np.inf, 0.0, np.exp2(exact - near))
     m[...], z[...] = near[:, None], part[:, None]
 

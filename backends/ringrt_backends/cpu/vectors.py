@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, PTR = ir.FloatType(), ir.DoubleType(), ir.PointerType()
 
 #: What memory is aligned to, where it is not 4 bytes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,8 +92,16 @@ class Workers:
         """If one fails or the caller is interrupted, the others are broken off and waited for:
         nothing goes on in the background."""
         assert self._pool is not None
-        futures = [self._pool.submit(one) for one in calls]
+        futures: list[Future[None]] = []
+
+        def leave_off(done: Future[None]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                control.stop()
+
         try:
+            for one in calls:
+                futures.append(self._pool.submit(one))
+                futures[-1].add_done_callback(leave_off)
             for future in futures:
                 future.result()
         except BaseException:
