@@ -57,7 +57,7 @@ class CpuBackend:
         if self.machine is None or not self._tiled(problem):
             self._plain.prepare(problem)
             return
-        compile_drivers(self.machine)
+        compile_drivers(self.machine, problem)
         self._forward.code(problem)
         self._backward.code(problem)
 

@@ -1,11 +1,11 @@
 """Large weights, computed once more from products in float64.
 
-A product in float32 is off by 1e-6 of a score as real models have them, and so is its weight. In a
-row with few large weights that is what out is off by, and dq by several times as much: dq is
-Σ dS K, where the errors of dS meet K's mean, which the exact ones would cancel (Σ dS = 0). Such rows
-have few weights that count, so these are made exact, in both passes, for out and delta must come
-from the weights that dS is made of. In rows with many weights, errors average out, and nothing is
-done: the test costs 1%.
+A product in float32 is off by 1e-6 of a score as real models have them, and so is its weight. In
+a row with few large weights that is what out is off by, and dq by several times as much: dq is
+Σ dS K, where the errors of dS meet K's mean, which the exact ones would cancel (Σ dS = 0). Such
+rows have few weights that count, so these are made exact, in both passes, for out and delta must
+come from the weights that dS is made of. In rows with many weights errors average out, and
+nothing is done.
 """
 
 from __future__ import annotations

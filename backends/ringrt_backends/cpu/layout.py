@@ -20,8 +20,8 @@ from ringrt_backends.cpu.pack import Source
 #: go the careful way.
 ORDINARY = 1e9
 
-#: Scores of ordinary blocks are within this, in powers of 2: the rounding of larger ones would be an
-#: exponent that float32 does not have.
+#: Scores of ordinary blocks are within this, in powers of 2: the rounding of larger ones would be
+#: an exponent that float32 does not have.
 _LARGEST_SCORE = 2.0**27
 
 #: Rows of q that are looked at for the order of its columns.

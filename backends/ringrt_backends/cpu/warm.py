@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 
+from ringrt.device.dtypes import numpy_dtype
 from ringrt.plan.mask import Mask
 from ringrt.plan.partition import Run
 from ringrt.plan.problem import Problem
@@ -19,21 +21,25 @@ _lock = threading.Lock()
 _done: set[Machine] = set()
 
 
-def compile_drivers(machine: Machine) -> None:
-    """Run the smallest of problems through both passes; free when called again. The drivers are
-    the same for all dtypes and heads."""
+def compile_drivers(machine: Machine, problem: Problem) -> None:
+    """Run one row and key of the problem through both passes; free when called again. The drivers
+    are the same for all dtypes and heads; the vector code is that of the problem."""
     with _lock:
         if machine in _done:
             return
         workers = Workers(1)
-        x, row = np.zeros((1, 1, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
-        problem = Problem(1, 1, 1, 1, 1, 1, 1, "float32", Mask.full(1, 1), 1.0)
-        tiles = lower(problem.mask, (Run(0, 1, 1),), (Run(0, 1, 1),))
+        mask = Mask.full(1, 1)
+        small = replace(
+            problem, batch=1, q_heads=1, kv_heads=1, q_length=1, kv_length=1, mask=mask, sink=False
+        )
+        tiles = lower(mask, (Run(0, 1, 1),), (Run(0, 1, 1),))
+        k, v = (np.zeros((1, 1, 1, dim), np.float32) for dim in (small.head_dim, small.value_dim))
+        given = [x.astype(numpy_dtype(small.dtype)) for x in (k, k, v, v)]
         forward, backward = TiledForward(machine, workers), TiledBackward(machine, workers)
-        state = forward.begin(x, problem, None)
-        forward.accumulate(state, x, x, tiles)
-        forward.finish(state)
-        grads = backward.begin(x, x, row, row, problem)
-        backward.accumulate(grads, x, x, x.copy(), x.copy(), tiles)
+        state = forward.begin(given[0], small, None)
+        forward.accumulate(state, given[1], given[2], tiles)
+        _, lse = forward.finish(state)
+        grads = backward.begin(given[0], given[3], lse, np.zeros_like(lse), small)
+        backward.accumulate(grads, given[1], given[2], k, v, tiles)
         backward.finish(grads)
         _done.add(machine)
