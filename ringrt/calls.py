@@ -106,8 +106,6 @@ class Caller:
         self._read: OrderedDict[tuple[bytes, ...], _Said] = OrderedDict()
         self._staged: StagedTransport | None = None
         self._closed = False
-        self._common: dict[str, Any] = {"version": __version__, "partition": options.partition.name}
-        self._common |= {"schedule": options.schedule, "travel": options.travel}
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -123,7 +121,7 @@ class Caller:
 
     def agree(self, record: Record) -> list[Record]:
         """Compare this rank's record with every other's; see `ringrt.engine.agree`."""
-        return agree(self.transport, {**self._common, **record}, self.options.timeout)
+        return agree(self.transport, self._common() | dict(record), self.options.timeout)
 
     def prepare(
         self,
@@ -139,7 +137,7 @@ class Caller:
         ranks said, so that all find the same."""
         local = [shapes.q_rows, shapes.kv_rows, self.backend, *place, dlse]
         common = {"operation": operation} | shapes.common() | options.record()
-        record = self._common | common | {"local": local}
+        record = self._common() | common | {"local": local}
         read = self._read_all(say(self.transport, record, self.options.timeout))
         if read.key not in self._kept:
             self._kept[read.key] = self._prepare(read.records, shapes, place, options)
@@ -149,6 +147,12 @@ class Caller:
         prepared = self._kept[read.key]
         prepared.transport.attach(prepared.device, read.places, self._prepare_timeout)
         return prepared
+
+    def _common(self) -> dict[str, Any]:
+        """In what all rings of the ranks must be alike."""
+        options = self.options
+        common = {"version": __version__, "partition": options.partition.name}
+        return common | {"schedule": options.schedule, "travel": options.travel}
 
     def _read_all(self, raw: list[bytes]) -> _Said:
         """What the ranks said before a pass. It is found to agree, or not, once."""
