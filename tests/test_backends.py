@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from cpu_support import MACHINES, cpu
 from hypothesis import given, settings, strategies as st
 from numba.core.dispatcher import Dispatcher
 
@@ -278,9 +279,7 @@ def layouts(x):
 
 def test_no_input_compiles_anything_more():
     """After `prepare`: compiling takes seconds, in which the other ranks' deadlines pass."""
-    made = registry().backend("cpu").load(BackendContext(2))
-    if made.machine is None:
-        pytest.skip("no compiled code for this machine")
+    made = cpu(MACHINES["8"], 2)
     made.prepare(Problem(1, 1, 1, 8, 8, 70, 70, "float32", Mask.full(70, 70), 1.0))
     before = drivers()
     assert {"forward.absorb", "forward.finish", "backward.absorb", "backward.finish"} <= set(before)
@@ -369,10 +368,11 @@ def test_gradients_of_what_a_row_does_not_see_never_reach_it(backend):
     assert np.isnan(result[0][:, 45:]).all()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_closing_breaks_off_what_is_being_computed(pass_):
+def test_closing_breaks_off_what_is_being_computed(pass_, threads):
     """From another thread, as on an interrupt: the call ends at once, and no worker goes on."""
-    made = registry().backend("cpu").load(BackendContext(2))
+    made = registry().backend("cpu").load(BackendContext(threads))
     q, k, v = random_qkv(40_000, q_heads=1, head_dim=64)
     mask, zeros = Mask.full(40_000, 40_000), np.zeros((1, 1, 40_000), np.float32)
     problem = Problem(1, 1, 1, 64, 64, 40_000, 40_000, "float32", mask, 1.0)

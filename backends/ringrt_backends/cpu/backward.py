@@ -15,6 +15,10 @@ from ringrt_backends.cpu.compiled import SKEW, SQUARE
 from ringrt_backends.cpu.pack import where
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
+#: Where the functions stand among the addresses; see `compiled.BACKWARD`.
+_PROB, _PROB_MASKED, _DSCORE = range(3)
+_BY_ROW, _BY_ROW_NARROW, _BY_COLUMN, _BY_COLUMN_NARROW = range(3, 7)
+_VALUE_BY_ROW, _VALUE_BY_ROW_NARROW, _K_ROWS, _K_COLUMNS, _V_ROWS = range(7, 12)
 #: Bytes of a row of weights in fp32.
 _ROW = (SQUARE + SKEW) * 4
 
@@ -142,10 +146,10 @@ def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-
     k, v = where(source.k, lane, begin), where(source.v, lane, begin)
     order, panels = source.orders + lane * shape.depth * 8, block.k_columns
     v_order = source.v_orders + lane * shape.value_depth * 8
-    call(at[9], (k, source.k.row_stride, count, block.k, order, k_peak))
+    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, order, k_peak))
     stride = panels.rows * panels.panel
-    call(at[10], (k, source.k.row_stride, count, panels.address, stride, k_peak))
-    call(at[11], (v, source.v.row_stride, count, block.v, v_order, v_peak))
+    call(at[_K_COLUMNS], (k, source.k.row_stride, count, panels.address, stride, k_peak))
+    call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_order, v_peak))
     clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
     clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
     block.dk[:] = 0
@@ -182,18 +186,15 @@ def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, 
         if bottom < top:
             bottom = bottom // shape.rows * shape.rows
             _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
-    at_rows = lane * shape.value_panels * rows.rows * shape.panel * 4
-    if shape.pairs:
-        at_rows //= 2
+    lane_bytes = lane * rows.rows * shape.panel * (2 if shape.pairs else 4)
+    b = rows.dout_columns + lane_bytes * shape.value_panels
     _add_keys(
-        shape, at[7], at[8], scratch.p, rows.dout_columns + at_rows, shape.value_panels,
+        shape, at[_VALUE_BY_ROW], at[_VALUE_BY_ROW_NARROW], scratch.p, b, shape.value_panels,
         shape.value_row, base(block.dv), tile, q0, begin, end, rows.rows,
     )  # fmt: skip
-    at_rows = lane * shape.panels * rows.rows * shape.panel * 4
-    if shape.pairs:
-        at_rows //= 2
+    b = rows.q_columns + lane_bytes * shape.panels
     _add_keys(
-        shape, at[3], at[4], scratch.ds, rows.q_columns + at_rows, shape.panels,
+        shape, at[_BY_ROW], at[_BY_ROW_NARROW], scratch.ds, b, shape.panels,
         shape.row, base(block.dk), tile, q0, begin, end, rows.rows,
     )  # fmt: skip
     _add_queries(shape, at, dq, end - begin, block, scratch)
@@ -224,10 +225,10 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
             p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
         common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope)
         if stop == rest_of and start == full:
-            call(at[0], common)
+            call(at[_PROB], common)
         else:
-            call(at[1], (*common, first, last, key))
-        call(at[2], (v, dout, ds, p, count, delta, by_key, scratch.slope))
+            call(at[_PROB_MASKED], (*common, first, last, key))
+        call(at[_DSCORE], (v, dout, ds, p, count, delta, by_key, scratch.slope))
 
 
 @inner
@@ -268,7 +269,8 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
     each = 2 if shape.pairs else 1
     ds = scratch.by_key if shape.pairs else scratch.ds
     for column in range(shape.panels):
-        function = at[6] if column * shape.panel + shape.panel > shape.row else at[5]
+        narrow = column * shape.panel + shape.panel > shape.row
+        function = at[_BY_COLUMN_NARROW if narrow else _BY_COLUMN]
         panel = block.k_columns.address + column * block.k_columns.rows * shape.panel * 4
         for group in range(len(scratch.low)):
             bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)

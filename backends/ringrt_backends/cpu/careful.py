@@ -8,19 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ringrt.plan.mask import UNBOUNDED
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable, trim
 from ringrt.softmax_state import SoftmaxState
 from ringrt_backends.cpu.backward import Rows
-from ringrt_backends.cpu.layout import Blocks
+from ringrt_backends.cpu.layout import Blocks, subtracted
 from ringrt_backends.reference import ReferenceBackend, ReferenceGrads, ReferenceState
 
 _REFERENCE = ReferenceBackend()
-#: Maxima up to this are kept as float32 numbers, for that is what the compiled kernels subtract;
-#: larger ones as they are, for rounding them would be an exponent that no float64 has. No score of
-#: an ordinary block comes near them.
-_LARGEST_MAXIMUM = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +48,31 @@ class Shard:
 
     def tiles(self, block: int, begin: int, end: int) -> TileTable:
         """What a block of rows sees of the keys [begin, end), rows counted from its first."""
-        table = self.blocks.table[self.blocks.starts[block] : self.blocks.starts[block + 1]].copy()
+        return self._within(self._of(block), block, begin, end)
+
+    def touched(self, block: int, ordinary: Array) -> TileTable:
+        """The same for the tiles that touch any key which is not ordinary: all of each that is at
+        hand, for the driver leaves out whole tiles."""
+        table = self._of(block)
+        first = np.maximum(table[:, 2] - self.begin, 0) // self.part
+        last = -(-(np.minimum(table[:, 3], self.end) - self.begin) // self.part)
+        strange = np.concatenate(([0], np.cumsum(~ordinary)))
+        held = first < last
+        first, last = first * held, last * held
+        return self._within(table[strange[last] > strange[first]], block, self.begin, self.end)
+
+    def _of(self, block: int) -> Array:
+        return self.blocks.table[self.blocks.starts[block] : self.blocks.starts[block + 1]]
+
+    def _within(self, table: Array, block: int, begin: int, end: int) -> TileTable:
+        table = table.copy()
         first, last = np.maximum(table[:, 2], begin), np.minimum(table[:, 3], end)
-        # The band is counted from a tile's first key.
-        table[:, 4:] += np.where(abs(table[:, 4:]) < 1 << 60, (first - table[:, 2])[:, None], 0)
+        # The band is counted from a tile's first key; an absent bound stays absent.
+        bounded = abs(table[:, 4:]) != UNBOUNDED
+        table[:, 4:] += np.where(bounded, (first - table[:, 2])[:, None], 0)
         table[:, 2], table[:, 3] = first, last
         table[:, :2] -= block * self.size
         return TileTable(trim(table))
-
-    def touched(self, block: int, ordinary: Array) -> TileTable:
-        """The same for the tiles that touch any key which is not ordinary: all of each."""
-        kept = []
-        for index in range(self.blocks.starts[block], self.blocks.starts[block + 1]):
-            _, _, k0, k1, _, _ = self.blocks.table[index]
-            first, last = max(k0 - self.begin, 0), min(k1, self.end) - self.begin
-            kept.append(not ordinary[first // self.part : -(-last // self.part)].all())
-        only = replace(self.blocks, table=self.blocks.table.copy())
-        gone = np.flatnonzero(~np.array(kept, bool)) + self.blocks.starts[block]
-        only.table[gone, 3] = only.table[gone, 2]
-        return replace(self, blocks=only).tiles(block, self.begin, self.end)
 
 
 def absorb(
@@ -121,7 +124,7 @@ def _absorb_rows(
         natural = SoftmaxState(part.m * unit, part.z.copy(), y.copy())
         _REFERENCE.accumulate(ReferenceState(q, problem, natural), k, v, tiles)
         exact = natural.m / unit
-        near = np.where(abs(exact) <= _LARGEST_MAXIMUM, exact.astype(np.float32), exact)
+        near = subtracted(exact)
         factor = np.where(exact == near, 1.0, np.exp((exact - near) * unit))
         part.m[...], part.z[...] = near, natural.z * factor
         y[...] = natural.y * factor[..., None]

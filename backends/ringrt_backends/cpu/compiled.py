@@ -1,5 +1,5 @@
-"""The machine code of one shape of heads: emitted, compiled in the process in some hundredths of
-a second, and found by address."""
+"""The machine code of one shape of heads: emitted, compiled in the process in some tenths of a
+second, and found by address."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 from llvmlite import ir
 
 from ringrt.plan.partition import Array
+from ringrt.plan.problem import Problem
 from ringrt_backends.cpu import backward_ir, forward_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product
 
 #: Forward: queries of a block, whose state stays in cache, and keys of a block, the longest sum
-#: in float32. Multiples of any tile's rows and columns.
+#: in float32. Both are multiples of a tile's rows, queries of its columns too.
 QUERIES, KEYS = 192, 144
 #: Backward: the same, of one size.
 SQUARE = 288
@@ -79,6 +80,12 @@ def shape_of(machine: Machine, dim: int, value_dim: int, pairs: bool) -> Shape:
         machine.rows, panel, pairs, dim, value_dim, depth, value_depth, panels, value_panels,
         row, value_row,
     )  # fmt: skip
+
+
+def heads_of(problem: Problem) -> tuple[int, int, str, bool]:
+    """What code is compiled for: head_dim, value_dim, dtype, and whether there is a softcap."""
+    capped = problem.softcap is not None
+    return problem.head_dim, problem.value_dim, problem.dtype, capped
 
 
 def in_pairs(machine: Machine, dim: int, value_dim: int, dtype: str) -> bool:

@@ -23,8 +23,12 @@ LARGE = 1 / 16
 
 def any_above(body: Body, weights: Value, limits: Value) -> Value:
     """Whether any lane is above its limit."""
-    large = body.build.fcmp_ordered(">", weights, limits)
-    return body.intrinsic(f"llvm.vector.reduce.or.v{body.width}i1", I1, large)
+    return any_of(body, body.build.fcmp_ordered(">", weights, limits))
+
+
+def any_of(body: Body, lanes: Value) -> Value:
+    """Whether any of these booleans is true."""
+    return body.intrinsic(f"llvm.vector.reduce.or.v{body.width}i1", I1, lanes)
 
 
 def weights(body: Body, a: Value, b: Value, at: int, depth: int, less: Sequence[Value]) -> Value:

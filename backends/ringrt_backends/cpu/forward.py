@@ -11,6 +11,8 @@ from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
+#: Where the functions stand among the addresses; see `compiled.FORWARD`.
+_SCORE, _SCORE_MASKED, _SOFT, _VALUES, _VALUES_NARROW = range(5)
 #: Bytes of a row of scores.
 _ROW = (QUERIES + SKEW) * 4
 
@@ -132,16 +134,16 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
         key = bottom + start * shape.rows
         a, to, count = k + key * shape.depth * 4, s + (key - bottom) * _ROW, stop - start
         if stop == rest and start == full:
-            call(at[0], (a, q, to, count, scratch.top, units.cap))
+            call(at[_SCORE], (a, q, to, count, scratch.top, units.cap))
         else:
-            call(at[1], (a, q, to, count, scratch.top, units.cap, first, last, key))
+            call(at[_SCORE_MASKED], (a, q, to, count, scratch.top, units.cap, first, last, key))
     each = 2 if shape.pairs else 1
     row = lane * queries.rows + q0 + column
     p = scratch.weights + (bottom - begin) // each * _ROW + column * 4
     count, alpha = (top - bottom + each - 1) // each, scratch.alpha + column * 4
     m, z = queries.m + row * 8, queries.z + row * 8
     a = k + bottom * shape.depth * 4
-    call(at[2], (s, p, count, units.scale, scratch.top, m, z, alpha, a, q))
+    call(at[_SOFT], (s, p, count, units.scale, scratch.top, m, z, alpha, a, q))
 
 
 @inner
@@ -161,7 +163,10 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
             b = panel + (begin // each + row) * shape.panel * 4
             c = y + (query * shape.value_row + column * shape.panel) * 8
             depth = (top - begin + each - 1) // each - row
-            call(at[4 if narrow else 3], (a, b, c, depth, scratch.alpha + query * 4))
+            call(
+                at[_VALUES_NARROW if narrow else _VALUES],
+                (a, b, c, depth, scratch.alpha + query * 4),
+            )
 
 
 @driver

@@ -154,7 +154,8 @@ def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) ->
     relative to the largest weight so far, which is 1, no weight is."""
     build, args = body.build, body.args
     part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
-    concentrated = build.fcmp_ordered("<", part, body.floats(1.0))
+    few = build.fcmp_ordered("<", part, body.floats(1.0))
+    concentrated = build.and_(few, build.fcmp_ordered(">", part, body.floats(0.0)))
     limits = build.select(concentrated, part, body.floats(math.inf))
 
     def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
@@ -170,7 +171,7 @@ def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) ->
             body.store(build.fadd(now, change), args["z"], at)
         return []
 
-    with build.if_then(exact.any_above(body, body.floats(1.0), part)):
+    with build.if_then(exact.any_of(body, concentrated)):
         body.loop(args["n"], [], row)
 
 

@@ -22,7 +22,7 @@ ORDINARY = 1e9
 
 #: Scores of ordinary blocks are within this, in powers of 2: the rounding of larger ones would be
 #: an exponent that float32 does not have.
-_LARGEST_SCORE = 2.0**27
+_LARGEST_SCORE, _LARGEST_MAXIMUM = 2.0**27, 2.0**31
 
 #: Rows of q that are looked at for the order of its columns.
 _SAMPLE = 256
@@ -63,6 +63,15 @@ def score_limit(problem: Problem) -> float:
         return ORDINARY
     factor = problem.head_dim * abs(problem.scale) / math.log(2)
     return min(ORDINARY, math.sqrt(_LARGEST_SCORE / factor))
+
+
+def subtracted(maxima: Array) -> Array:
+    """Maxima in units as the state keeps them, float64: as float32 numbers, for that is what the
+    compiled kernels subtract; those beyond all ordinary scores as they are, for their rounding
+    would be an exponent that no float64 has."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = maxima.astype(np.float32).astype(np.float64)
+        return np.where(abs(maxima) <= _LARGEST_MAXIMUM, near, maxima)
 
 
 def spans_of(queries: int, shape: Shape) -> tuple[Array, Array, Array, Array]:

@@ -9,9 +9,12 @@ from functools import cache
 
 import llvmlite.binding as llvm
 
+from ringrt.errors import ConfigError
+
 #: Names of features to do without, as LLVM calls them, between commas: `avx512f` leaves AVX2,
 #: `avx512bf16` widens bf16 to fp32, `avx2` or `neon` leave plain Numba.
 WITHOUT = "RINGRT_CPU_WITHOUT"
+_NAMED = {"avx512f", "avx512bf16", "avx2", "neon"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,16 @@ def this_machine(without: tuple[str, ...] = ()) -> Machine | None:
 
 
 def asked_for() -> tuple[str, ...]:
-    """The features to do without, by the environment."""
-    return tuple(name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip())
+    """The features to do without, by the environment; `ConfigError` for one that neither the text
+    above nor LLVM knows."""
+    asked = tuple(name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip())
+    known = _NAMED | set(llvm.get_host_cpu_features())
+    for name in asked:
+        if name not in known:
+            raise ConfigError(
+                WITHOUT, f"features as LLVM names them ({', '.join(sorted(_NAMED))})", name
+            )
+    return asked
 
 
 def emulated_pairs() -> Machine:

@@ -13,7 +13,7 @@ from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
 from ringrt_backends.cpu import backward, careful, pack
 from ringrt_backends.cpu.backward import Block, Rows, Scratch, Source, Work
-from ringrt_backends.cpu.compiled import SKEW, SQUARE, Code, Shape, backward_code
+from ringrt_backends.cpu.compiled import SKEW, SQUARE, Code, Shape, backward_code, heads_of
 from ringrt_backends.cpu.layout import (
     ORDINARY,
     Blocks,
@@ -67,13 +67,7 @@ class TiledBackward:
 
     def code(self, problem: Problem) -> Code:
         """Compiled for the problem's heads."""
-        return backward_code(
-            self._machine,
-            problem.head_dim,
-            problem.value_dim,
-            problem.dtype,
-            problem.softcap is not None,
-        )
+        return backward_code(self._machine, *heads_of(problem))
 
     def begin(
         self, q: Array, dout: Array, lse: Array, delta: Array, problem: Problem

@@ -17,7 +17,7 @@ from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
 from ringrt.softmax_state import SoftmaxState
 from ringrt_backends.cpu import careful, forward, pack
-from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code
+from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code, heads_of
 from ringrt_backends.cpu.forward import Keys, Queries, Scratch
 from ringrt_backends.cpu.layout import (
     Blocks,
@@ -30,6 +30,7 @@ from ringrt_backends.cpu.layout import (
     score_limit,
     source_of,
     spans_of,
+    subtracted,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
@@ -72,13 +73,7 @@ class TiledForward:
 
     def code(self, problem: Problem) -> Code:
         """Compiled for the problem's heads."""
-        return forward_code(
-            self._machine,
-            problem.head_dim,
-            problem.value_dim,
-            problem.dtype,
-            problem.softcap is not None,
-        )
+        return forward_code(self._machine, *heads_of(problem))
 
     def begin(self, q: Array, problem: Problem, sink: Array | None) -> TiledState:
         """Pack q; the state is empty, or that of the sink."""
@@ -198,10 +193,10 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
-    """One key of the sink's score, whose value is 0. m is a float32 number."""
+    """One key of the sink's score, whose value is 0."""
     exact = np.tile(sink.astype(np.float64) / unit, batch)
-    with np.errstate(invalid="ignore", over="ignore"):
-        near = np.where(abs(exact) <= 2.0**31, exact.astype(np.float32).astype(np.float64), exact)
+    near = subtracted(exact)
+    with np.errstate(invalid="ignore"):
         part = np.where(near == -np.inf, 0.0, np.exp2(exact - near))
     m[...], z[...] = near[:, None], part[:, None]
 
