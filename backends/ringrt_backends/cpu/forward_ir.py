@@ -120,6 +120,7 @@ def soft(
     bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
     minus = [build.fneg(build.fptrunc(base, body.vector)) for base in bases]
     keys = 2 if pairs else 1
+    zeros = [body.floats(0.0)] * (2 * keys)
 
     def step(i: Value, sums: Sequence[Value]) -> Sequence[Value]:
         from_s = body.step(args["s"], i, keys * s_row)
@@ -130,7 +131,8 @@ def soft(
                 x = body.fma(body.load(from_s, key * s_row + v * width), scale, minus[v])
                 weights.append(body.exp2(x, EXP2_SHORT if pairs else EXP2))
                 at = key * 2 + v
-                following[at] = build.fadd(sums[at], weights[-1])
+                old = following[at]
+                following[at] = weights[-1] if old is None else build.fadd(old, weights[-1])
             if pairs:
                 to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)
@@ -138,7 +140,7 @@ def soft(
                 body.store(weights[0], from_s, v * width)
         return following
 
-    sums = in_chunks(body, args["n"], [body.floats(0.0)] * (2 * keys), step)
+    sums = in_chunks(body, args["n"], zeros, step)
     for v in range(2):
         total = exact.wide(body, build.fadd(sums[v], sums[v + 2]) if pairs else sums[v])
         old = body.load(args["z"], v * width, body.doubles)

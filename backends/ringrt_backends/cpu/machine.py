@@ -21,7 +21,7 @@ _NAMED = {"avx512f", "avx512bf16", "avx2", "neon"}
 class Machine:
     """A register tile is `rows` by 2·`width` floats: two vectors a row. `features` is what LLVM
     may use, in its own words. `chunk`: terms that a register adds up before it is added to a
-    total. `scalef`: AVX-512's vreduceps and vscalefps. `pairs`: how pairs of bf16 are multiplied:
+    total. `registers` for vectors there are. `scalef`: AVX-512's vreduceps and vscalefps. `pairs`: how pairs of bf16 are multiplied:
     "native", by instructions of their own; "emulated", by others in their place (slow: for tests
     on machines without); or "", not at all: they are widened to fp32 first."""
 
@@ -31,6 +31,7 @@ class Machine:
     features: str
     rows: int = 6
     chunk: int = 12
+    registers: int = 32
     scalef: bool = False
     pairs: str = ""
 
@@ -60,7 +61,7 @@ def this_machine(without: tuple[str, ...] = ()) -> Machine | None:
         pairs = "native" if found.get("avx512bf16") else ""
         return Machine("avx512", 16, cpu, features, scalef=True, pairs=pairs)
     if found.get("avx2") and found.get("fma") and found.get("f16c"):
-        return Machine("avx2", 8, cpu, features)
+        return Machine("avx2", 8, cpu, features, registers=16)
     aarch64 = llvm.get_process_triple().startswith(("aarch64", "arm64"))
     if aarch64 and "neon" not in without:
         return Machine("neon", 4, cpu, features)
@@ -84,7 +85,7 @@ def emulated_pairs() -> Machine:
     """The code for AVX512-BF16 with its instructions put together from others, for a machine
     that lacks them: slow, and the same but for rounding."""
     features = llvm.get_host_cpu_features().flatten()
-    return Machine("emulated", 16, llvm.get_host_cpu_name(), features, pairs="emulated")
+    return Machine("emulated", 16, llvm.get_host_cpu_name(), features, registers=16, pairs="emulated")
 
 
 def _lacks(feature: str, absent: str) -> bool:

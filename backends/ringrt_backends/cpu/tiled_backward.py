@@ -29,7 +29,7 @@ from ringrt_backends.cpu.layout import (
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.memory import Memory
+from ringrt_backends.cpu.memory import Memory, full, zeros
 from ringrt_backends.cpu.pack import Panels
 from ringrt_backends.cpu.workers import Workers
 
@@ -125,7 +125,7 @@ class TiledBackward:
         for first in range(0, count, count if parts == 1 else _AT_ONCE):
             last = count if parts == 1 else min(first + _AT_ONCE, count)
             rows = slice(first * SQUARE, last * SQUARE)
-            own = dq[None] if parts == 1 else np.zeros((parts, *dq[:, rows].shape))
+            own = dq[None] if parts == 1 else zeros((parts, *dq[:, rows].shape))
             work = Work(
                 blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group,
                 own.ctypes.data, own.shape[2], own.shape[1], left_out,
@@ -191,8 +191,8 @@ def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array,
     """lse in units as the sum of two float32, +inf for rows without keys and beyond the last, so
     that their weights are 0; and delta."""
     lanes, rows = lse.shape
-    near = np.full((lanes, padded), np.inf, np.float32)
-    rest, changes = (np.zeros((lanes, padded), np.float32) for _ in range(2))
+    near = full((lanes, padded), np.inf, np.float32)
+    rest, changes = (zeros((lanes, padded), np.float32) for _ in range(2))
     with np.errstate(invalid="ignore", over="ignore"):
         exact = np.where(lse == -np.inf, np.inf, lse / unit)
         near[:, :rows] = exact
@@ -218,10 +218,10 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     rows = SQUARE + shape.rows
     rows += rows % 2
     k_rows = rows // (2 if shape.pairs else 1)
-    k, v = (np.zeros((rows, depth), np.uint32) for depth in (shape.depth, shape.value_depth))
-    k_columns = np.zeros((shape.panels, k_rows, shape.panel), np.uint32)
+    k, v = (zeros((rows, depth), np.uint32) for depth in (shape.depth, shape.value_depth))
+    k_columns = zeros((shape.panels, k_rows, shape.panel), np.uint32)
     panels = Panels(k_columns.ctypes.data, *k_columns.shape)
-    sums = np.zeros((rows, shape.row)), np.zeros((rows, shape.value_row))
+    sums = zeros((rows, shape.row)), zeros((rows, shape.value_row))
     peaks = np.zeros(2, np.float32)
     block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, peaks)
     return block, [k, v, k_columns]
@@ -230,11 +230,11 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
 def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     keys, width = SQUARE + shape.rows, SQUARE + SKEW
     size = (keys, width // 2) if shape.pairs else (keys, width)
-    p, ds = np.empty(size, np.float32), np.empty(size, np.float32)
-    by_key = np.empty((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
+    p, ds = zeros(size, np.float32), zeros(size, np.float32)
+    by_key = zeros((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
     # A slope goes with each weight, and lies as it does.
     tiles = (keys, shape.panel) if shape.pairs else (keys, width)
-    tile, slope = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
+    tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
     held = [p, ds, by_key, tile, slope]
     first, last, low, high = spans_of(SQUARE, shape)
     at = [x.ctypes.data for x in held]

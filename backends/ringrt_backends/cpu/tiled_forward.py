@@ -34,7 +34,7 @@ from ringrt_backends.cpu.layout import (
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.memory import Memory
+from ringrt_backends.cpu.memory import Memory, full, zeros
 from ringrt_backends.cpu.pack import Panels, Source
 from ringrt_backends.cpu.workers import Workers
 
@@ -91,7 +91,7 @@ class TiledForward:
             problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
             peaks,
         )  # fmt: skip
-        m, z = np.full((lanes, padded), -np.inf), np.zeros((lanes, padded))
+        m, z = full((lanes, padded), -np.inf), zeros((lanes, padded))
         if sink is not None:
             _absorb_sink(m, z, sink, units.unit, q.shape[0])
         fresh = np.ones((lanes, blocks), np.uint8)
@@ -182,10 +182,10 @@ class TiledForward:
 def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     """One thread's, and the arrays that its addresses lead to."""
     rows = KEYS + shape.rows + 2
-    scores = np.empty((rows, QUERIES + SKEW), np.float32)
-    weights = np.empty((rows // 2, QUERIES + SKEW), np.float32) if shape.pairs else scores
+    scores = zeros((rows, QUERIES + SKEW), np.float32)
+    weights = zeros((rows // 2, QUERIES + SKEW), np.float32) if shape.pairs else scores
     # The maximum of nothing, to which the kernels bring it back.
-    top, alpha = np.full(shape.panel, -np.inf, np.float32), np.empty(QUERIES, np.float32)
+    top, alpha = full((shape.panel,), -np.inf, np.float32), zeros((QUERIES,), np.float32)
     held = [scores, weights, top, alpha]
     first, last, low, high = spans_of(QUERIES, shape)
     at = [x.ctypes.data for x in held]

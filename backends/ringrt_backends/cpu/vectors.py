@@ -83,6 +83,7 @@ class Body:
         self.vector = ir.VectorType(F32, self.width)
         self.ints = ir.VectorType(I32, self.width)
         self.doubles = ir.VectorType(F64, self.width)
+        self._room: Value = None
 
     # Memory.
 
@@ -109,6 +110,22 @@ class Body:
         """A vector; offset in its elements."""
         element = value.type.element
         self.build.store(value, self.at(pointer, offset, element), align=_ALIGN.get(element, 4))
+
+    def room(self, count: int) -> Value:
+        """Memory of the function for so many vectors, aligned; the same whenever it is asked for."""
+        with self.build.goto_entry_block():
+            if self._room is None:
+                self._room = self.build.alloca(self.vector, count)
+                self._room.align = 4 * self.width
+        return self._room
+
+    def load_aligned(self, room: Value, number: int) -> Value:
+        """A vector of the room."""
+        return self.build.load(self.build.gep(room, [ir.Constant(I64, number)]), align=4 * self.width)
+
+    def store_aligned(self, value: Value, room: Value, number: int) -> None:
+        """Likewise."""
+        self.build.store(value, self.build.gep(room, [ir.Constant(I64, number)]), align=4 * self.width)
 
     def prefetch(self, pointer: Value) -> None:
         """Have a line of memory read into the cache; it may lie anywhere."""
@@ -155,12 +172,19 @@ class Body:
         count: int | Value,
         carried: Sequence[Value],
         step: Callable[[Value, Sequence[Value]], Sequence[Value]],
+        *,
+        maybe_none: bool = False,
     ) -> list[Value]:
-        """Do `step(index, values)` count times, at least once; each gives the next one's values.
-        What the last one gave."""
+        """Do `step(index, values)` count times, at least once unless `maybe_none`; each gives the
+        next one's values. What the last one gave."""
         build = self.build
+        end = ir.Constant(I64, count) if isinstance(count, int) else count
         before, body = build.block, build.append_basic_block()
-        build.branch(body)
+        after = build.append_basic_block()
+        if maybe_none:
+            build.cbranch(build.icmp_signed(">", end, ir.Constant(I64, 0)), body, after)
+        else:
+            build.branch(body)
         build.position_at_end(body)
         index = build.phi(I64)
         index.add_incoming(ir.Constant(I64, 0), before)
@@ -168,15 +192,19 @@ class Body:
         for phi, value in zip(phis, carried, strict=True):
             phi.add_incoming(value, before)
         last = list(step(index, list(phis)))
-        following = build.add(index, ir.Constant(I64, 1))
-        index.add_incoming(following, build.block)
+        following, inner = build.add(index, ir.Constant(I64, 1)), build.block
+        index.add_incoming(following, inner)
         for phi, value in zip(phis, last, strict=True):
-            phi.add_incoming(value, build.block)
-        end = ir.Constant(I64, count) if isinstance(count, int) else count
-        after = build.append_basic_block()
+            phi.add_incoming(value, inner)
         build.cbranch(build.icmp_signed("<", following, end), body, after)
         build.position_at_end(after)
-        return last
+        if not maybe_none:
+            return last
+        results = [build.phi(value.type) for value in carried]
+        for result, value, first in zip(results, last, carried, strict=True):
+            result.add_incoming(value, inner)
+            result.add_incoming(first, before)
+        return results
 
     # Functions of one variable.
 
