@@ -9,7 +9,6 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from cpu_support import CASE, MACHINES, cpu, expected, forward
-from llvmlite import ir
 
 from ringrt.backend import BackendContext
 from ringrt.errors import ConfigError
@@ -179,25 +178,12 @@ def assembly(name, dtype, capped=False):
     features = ",".join(f"+{feature}" for feature in ZEN4)
     made = {
         "avx512": Machine("avx512", 16, "znver4", features + ",-prefer-256-bit", scalef=True, pairs="native"),
-        "avx2": Machine("avx2", 8, "haswell", "+avx2,+fma,+f16c"),
+        "avx2": Machine("avx2", 8, "haswell", "+avx2,+fma,+f16c", registers=16),
     }[name]  # fmt: skip
     kernels = {}
-    for emit in (compiled.forward_code, compiled.backward_code):
-        kernels |= _kernels(_module(emit, made, dtype, capped), made)
+    for emit in (compiled.forward_module, compiled.backward_module):
+        kernels |= _kernels(emit(made, 128, 128, dtype, capped), made)
     return made, kernels
-
-
-def _module(emit, made, dtype, capped):
-    """What would be compiled."""
-    modules = []
-    compile_module = compiled.compile_module
-    compiled.compile_module = lambda module, *_: modules.append(module)
-    try:
-        emit.__wrapped__(made, 128, 128, dtype, capped)
-    finally:
-        compiled.compile_module = compile_module
-    assert isinstance(modules[0], ir.Module)
-    return modules[0]
 
 
 def _kernels(module, made):

@@ -12,6 +12,8 @@ from numba import types
 from numba.core import cgutils, errors
 from numba.extending import intrinsic
 
+from ringrt_backends.cpu.disk import stamp
+
 _cgutils: Any = cgutils
 _unliteral: Any = types.unliteral
 
@@ -23,8 +25,13 @@ _KINDS = (types.int64, types.uint32, types.float32, types.float64)
 #: What threads are given to run. The rest is compiled into it, with no door of its own to Python:
 #: half the time of compiling goes into these.
 _njit: Any = numba.njit
-driver: Any = _njit(nogil=True, cache=True, error_model="numpy")
+_driver: Any = _njit(nogil=True, cache=True, error_model="numpy")
 inner: Any = _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def driver(function: Any) -> Any:
+    """Compiled when first called, and kept on disk as long as the package is the same."""
+    return stamp(_driver(function))
 
 
 @inner

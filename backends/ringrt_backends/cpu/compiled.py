@@ -1,8 +1,9 @@
-"""The machine code of one shape of heads: emitted, compiled in the process in some tenths of a
-second, and found by address."""
+"""The machine code of one shape of heads: emitted and compiled in about a second, kept on disk, and
+found by address."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from llvmlite import ir
 
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
-from ringrt_backends.cpu import backward_ir, forward_ir, pack_ir
+from ringrt_backends.cpu import backward_ir, disk, forward_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product
 
@@ -96,6 +97,38 @@ def in_pairs(machine: Machine, dim: int, value_dim: int, dtype: str) -> bool:
 @cache
 def forward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool) -> Code:
     """The kernels of a forward pass over heads of these sizes, q, k and v of this dtype."""
+    return _code(forward_module, FORWARD, machine, dim, value_dim, dtype, capped)
+
+
+@cache
+def backward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool) -> Code:
+    """The kernels of a backward pass, likewise."""
+    return _code(backward_module, BACKWARD, machine, dim, value_dim, dtype, capped)
+
+
+def _code(
+    emit: Callable[..., ir.Module],
+    names: tuple[str, ...],
+    machine: Machine,
+    dim: int,
+    value_dim: int,
+    dtype: str,
+    capped: bool,
+) -> Code:
+    """From disk, or compiled and then kept there."""
+    key = (emit.__name__, machine, dim, value_dim, dtype, capped)
+    binary = disk.load(key)
+    if binary is None:
+        binary = object_code(emit(machine, dim, value_dim, dtype, capped), machine)
+        disk.store(key, binary)
+    pairs = in_pairs(machine, dim, value_dim, dtype)
+    return loaded(binary, machine, shape_of(machine, dim, value_dim, pairs), names)
+
+
+def forward_module(
+    machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool
+) -> ir.Module:
+    """The text of `FORWARD`."""
     pairs = in_pairs(machine, dim, value_dim, dtype)
     shape = shape_of(machine, dim, value_dim, pairs)
     module = ir.Module()
@@ -118,12 +151,13 @@ def forward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped:
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,
             vectors=vectors, scaled=True, pairs=pairs,
         )  # fmt: skip
-    return compile_module(module, machine, shape, FORWARD)
+    return module
 
 
-@cache
-def backward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool) -> Code:
-    """The kernels of a backward pass, likewise."""
+def backward_module(
+    machine: Machine, dim: int, value_dim: int, dtype: str, capped: bool
+) -> ir.Module:
+    """The text of `BACKWARD`."""
     pairs = in_pairs(machine, dim, value_dim, dtype)
     shape = shape_of(machine, dim, value_dim, pairs)
     module = ir.Module()
@@ -155,7 +189,7 @@ def backward_code(machine: Machine, dim: int, value_dim: int, dtype: str, capped
             ("value_by_row", by_row, shape.value_row),
         ):
             product(name + suffix, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors)
-    return compile_module(module, machine, shape, BACKWARD)
+    return module
 
 
 def compile_module(
@@ -163,14 +197,29 @@ def compile_module(
 ) -> Code:
     """Compile what the module defines; addresses in the order of the names. Raises LLVM's
     `RuntimeError` where it cannot."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
+    return loaded(object_code(module, machine), machine, shape, names)
+
+
+def object_code(module: ir.Module, machine: Machine) -> bytes:
+    """As an object file."""
+    target = _target(machine)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    target = llvm.Target.from_default_triple().create_target_machine(
-        cpu=machine.cpu, features=machine.features, opt=3
-    )
-    engine = llvm.create_mcjit_compiler(parsed, target)
+    return bytes(target.emit_object(parsed))
+
+
+def loaded(binary: bytes, machine: Machine, shape: Shape, names: tuple[str, ...]) -> Code:
+    """The functions of an object file."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target(machine))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(binary))
     engine.finalize_object()
     addresses = [engine.get_function_address(name) for name in names]
     return Code(shape, names, np.array(addresses, np.int64), engine)
+
+
+def _target(machine: Machine) -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=machine.cpu, features=machine.features, opt=3, jit=True
+    )

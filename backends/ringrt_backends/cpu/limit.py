@@ -30,8 +30,7 @@ def flop_limit(machine: Machine, dtype: str) -> float | None:
     if dtype != "float32" and not pairs:
         return None
     module = ir.Module()
-    # Less than a chunk: the sum is not interrupted, and the loop is short.
-    plain = replace(machine, chunk=2 * _DEPTH)
+    plain = replace(machine, chunk=None)
     add_product(
         module, plain, "tile", a_row=_DEPTH, a_step=1, c_row=plain.panel, vectors=2, pairs=pairs
     )

@@ -21,16 +21,17 @@ _NAMED = {"avx512f", "avx512bf16", "avx2", "neon"}
 class Machine:
     """A register tile is `rows` by 2·`width` floats: two vectors a row. `features` is what LLVM
     may use, in its own words. `chunk`: terms that a register adds up before it is added to a
-    total. `registers` for vectors there are. `scalef`: AVX-512's vreduceps and vscalefps. `pairs`: how pairs of bf16 are multiplied:
-    "native", by instructions of their own; "emulated", by others in their place (slow: for tests
-    on machines without); or "", not at all: they are widened to fp32 first."""
+    total; None: all of them. `registers`: how many vectors they hold. `scalef`: AVX-512's
+    vreduceps and vscalefps. `pairs`: how pairs of bf16 are multiplied: "native", by instructions
+    of their own; "emulated", by others in their place (slow: for tests on machines without); or
+    "", not at all: they are widened to fp32 first."""
 
     name: str
     width: int
     cpu: str
     features: str
     rows: int = 6
-    chunk: int = 12
+    chunk: int | None = 12
     registers: int = 32
     scalef: bool = False
     pairs: str = ""
@@ -85,7 +86,9 @@ def emulated_pairs() -> Machine:
     """The code for AVX512-BF16 with its instructions put together from others, for a machine
     that lacks them: slow, and the same but for rounding."""
     features = llvm.get_host_cpu_features().flatten()
-    return Machine("emulated", 16, llvm.get_host_cpu_name(), features, registers=16, pairs="emulated")
+    return Machine(
+        "emulated", 16, llvm.get_host_cpu_name(), features, registers=16, pairs="emulated"
+    )
 
 
 def _lacks(feature: str, absent: str) -> bool:

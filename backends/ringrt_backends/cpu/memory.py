@@ -25,7 +25,9 @@ _KEPT = 1 << 28
 
 def zeros(shape: tuple[int, ...], dtype: Any = np.float64) -> Array:
     """As NumPy's, from the beginning of a line on."""
-    return _aligned(np.zeros, math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    array: Array = _aligned(np.zeros, size).view(dtype).reshape(shape)
+    return array
 
 
 def full(shape: tuple[int, ...], value: float, dtype: Any = np.float64) -> Array:

@@ -39,6 +39,10 @@ in float32; what lives longer (z, the value sums y, dq, dk, dv) is float64 in me
 the tile's epilogue. Columns of Q and K are taken in an order (`layout.orders_of`), and large
 weights are made exact (`exact`). All of it is for the bounds of docs/accuracy.md on real data.
 
+**Prefetching.** A block of K or V comes from the third level of the cache, or from memory, and what
+a processor foresees by itself is too little of it: a tile of scores took a third longer. So every
+step asks for some of what the next tile, or a later step, will read.
+
 **bf16.** With AVX512-BF16 an element of A and B is a pair of bf16, two consecutive k in 32 bits,
 and a step multiplies both. K and Q hold such pairs as they lie in memory; V, and what else is
 summed over rows, is interleaved by pairs of rows when it is packed.
@@ -53,6 +57,9 @@ from llvmlite import ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.vectors import F32, I32, I64, PTR, Body, Value
 
+#: Steps by which a row of B is asked for before it is needed.
+_AHEAD = 8
+
 
 def product(
     body: Body,
@@ -65,18 +72,26 @@ def product(
     vectors: int = 2,
     pairs: bool = False,
     less: Sequence[Value] | None = None,
+    b_streams: bool = False,
 ) -> list[list[Value]]:
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
     elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
     from every row, one vector for each: as the totals begin with it, they stay as small as the
-    difference, and so does their rounding."""
-    rows = body.machine.rows
+    difference, and so does their rounding. `b_streams`: B is what is new to the cache; otherwise
+    A is, and its next tile follows it in memory."""
+    build, rows = body.build, body.machine.rows
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        if b_streams:
+            later = build.add(k, ir.Constant(I64, _AHEAD))
+            body.prefetch(body.step(b, later, body.machine.panel))
+        else:
+            next_tile = body.at(a, rows * a_row)
+            body.prefetch(body.step(next_tile, k, rows))
         return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
-    totals = [body.build.fneg(x) for x in less] * rows if less else zeros
+    totals = [build.fneg(x) for x in less] * rows if less else zeros
     sums = in_chunks(body, depth, totals, step)
     return [list(sums[row * vectors : (row + 1) * vectors]) for row in range(rows)]
 
@@ -93,45 +108,51 @@ def in_chunks(
 
     The sums take turns, each being added to its total at another step of the chunk. Where totals
     are in memory, all of them at once would hold up the loads of the next steps: 15 % of the time
-    of a tile, against 3 % in turns."""
+    of a tile, against 3 % in turns. Where there is no telling how many terms there are, those
+    after the last whole chunk are a loop."""
     build, size, width = body.build, body.machine.chunk, len(totals)
-    kept = _Totals(body, totals)
-    zero = body.floats(0.0)
-
-    def sum_up(start: Value, terms: int, sums: Sequence[Value]) -> list[Value]:
-        for number in range(terms):
-            sums = list(step(build.add(start, ir.Constant(I64, number)), sums))
-            for turn in range(number * width // size, (number + 1) * width // size):
-                kept.add(turn, sums[turn])
-                sums[turn] = None
-        return [zero if part is None else part for part in sums]
+    kept, zeros = _Totals(body, totals), [body.floats(0.0)] * len(totals)
+    if size is None:
+        return kept.with_(body.loop(count, zeros, step))
 
     def chunk(number: Value, carried: Sequence[Value]) -> Sequence[Value]:
         kept.carried = list(carried[width:])
         start = build.mul(number, ir.Constant(I64, size))
-        return sum_up(start, size, carried[:width]) + kept.carried
+        sums = _in_turns(body, start, size, carried[:width], kept, step)
+        return [*sums, *kept.carried]
 
     def chunks(number: int | Value, **more: bool) -> list[Value]:
-        carried = body.loop(number, [zero] * width + kept.carried, chunk, **more)
+        carried = body.loop(number, zeros + kept.carried, chunk, **more)
         kept.carried = carried[width:]
         return carried[:width]
 
     if isinstance(count, int):
-        sums = chunks(count // size) if count >= size else [None] * width
+        sums = chunks(count // size) if count >= size else zeros
         start = ir.Constant(I64, count // size * size)
-        return kept.with_(sum_up(start, count % size, sums))
+        return kept.with_(_in_turns(body, start, count % size, sums, kept, step))
     whole = build.sdiv(count, ir.Constant(I64, size))
-    sums = chunks(whole, maybe_none=True)
-    for turn, part in enumerate(sums):
+    for turn, part in enumerate(chunks(whole, maybe_none=True)):
         kept.add(turn, part)
     start = build.mul(whole, ir.Constant(I64, size))
-    rest = body.loop(
-        build.sub(count, start),
-        [zero] * width,
-        lambda k, sums: step(build.add(start, k), sums),
-        maybe_none=True,
-    )
-    return kept.with_(rest)
+    rest = build.sub(count, start)
+
+    def one_more(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        return step(build.add(start, k), sums)
+
+    return kept.with_(body.loop(rest, zeros, one_more, maybe_none=True))
+
+
+def _in_turns(
+    body: Body, start: Value, terms: int, sums: Sequence[Value], kept: _Totals, step: Step
+) -> list[Value]:
+    """The sums, each of the terms since its turn."""
+    size, width = body.machine.chunk or 1, len(sums)
+    for number in range(terms):
+        sums = list(step(body.build.add(start, ir.Constant(I64, number)), sums))
+        for turn in range(number * width // size, (number + 1) * width // size):
+            kept.add(turn, sums[turn])
+            sums[turn] = None
+    return [body.floats(0.0) if part is None else part for part in sums]
 
 
 class _Totals:
@@ -141,28 +162,26 @@ class _Totals:
     def __init__(self, body: Body, totals: Sequence[Value]) -> None:
         self._body, self._count = body, len(totals)
         # Two vectors of B and one of A are needed besides.
-        in_registers = 2 * len(totals) + 3 <= body.machine.registers
-        self.carried = list(totals) if in_registers else []
-        self._memory = None if in_registers else body.room(len(totals))
-        if self._memory is not None:
+        self._in_memory = 2 * len(totals) + 3 > body.machine.registers
+        self.carried = [] if self._in_memory else list(totals)
+        if self._in_memory:
+            body.make_room(len(totals))
             for number, total in enumerate(totals):
-                body.store_aligned(total, self._memory, number)
+                body.to_room(total, number)
 
     def add(self, number: int, part: Value) -> None:
         """Add to one of them."""
         body = self._body
-        if self._memory is None:
+        if self._in_memory:
+            body.to_room(body.build.fadd(body.in_room(number), part), number)
+        else:
             self.carried[number] = body.build.fadd(self.carried[number], part)
-            return
-        total = body.build.fadd(body.load_aligned(self._memory, number), part)
-        body.store_aligned(total, self._memory, number)
 
     def with_(self, parts: Sequence[Value]) -> list[Value]:
         """All of them, and what was not yet added."""
-        body, memory = self._body, self._memory
-        totals = self.carried
-        if memory is not None:
-            totals = [body.load_aligned(memory, number) for number in range(self._count)]
+        body, totals = self._body, self.carried
+        if self._in_memory:
+            totals = [body.in_room(number) for number in range(self._count)]
         return [body.build.fadd(total, part) for total, part in zip(totals, parts, strict=True)]
 
 
@@ -213,7 +232,10 @@ def add_product(
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
-    sums = product(body, a, b, depth, a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs)
+    sums = product(
+        body, a, b, depth,
+        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
+    )  # fmt: skip
     build = body.build
     for row, parts in enumerate(sums):
         if scaled:

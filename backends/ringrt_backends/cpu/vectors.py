@@ -111,21 +111,23 @@ class Body:
         element = value.type.element
         self.build.store(value, self.at(pointer, offset, element), align=_ALIGN.get(element, 4))
 
-    def room(self, count: int) -> Value:
-        """Memory of the function for so many vectors, aligned; the same whenever it is asked for."""
-        with self.build.goto_entry_block():
-            if self._room is None:
+    def make_room(self, count: int) -> None:
+        """Memory for so many vectors of the function's own, aligned; once is enough."""
+        if self._room is None:
+            with self.build.goto_entry_block():
                 self._room = self.build.alloca(self.vector, count)
                 self._room.align = 4 * self.width
-        return self._room
 
-    def load_aligned(self, room: Value, number: int) -> Value:
-        """A vector of the room."""
-        return self.build.load(self.build.gep(room, [ir.Constant(I64, number)]), align=4 * self.width)
+    def in_room(self, number: int) -> Value:
+        """One of them, as it is now."""
+        return self.build.load(self._vector_of_room(number), align=4 * self.width)
 
-    def store_aligned(self, value: Value, room: Value, number: int) -> None:
-        """Likewise."""
-        self.build.store(value, self.build.gep(room, [ir.Constant(I64, number)]), align=4 * self.width)
+    def to_room(self, value: Value, number: int) -> None:
+        """Set one of them."""
+        self.build.store(value, self._vector_of_room(number), align=4 * self.width)
+
+    def _vector_of_room(self, number: int) -> Value:
+        return self.build.gep(self._room, [ir.Constant(I64, number)])
 
     def prefetch(self, pointer: Value) -> None:
         """Have a line of memory read into the cache; it may lie anywhere."""
