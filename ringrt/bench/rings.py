@@ -143,17 +143,19 @@ def _partitions(case: Case, settings: Settings) -> Measurement:
     return case.row(**summary(ratio(times, *names)), times=times)
 
 
-#: Every rank needs the rows of all, or none but its own: a pass of p steps, and one of a single
+#: Every rank needs the rows of all, or none but its own: a pass of all steps, and one of a single
 #: step, alike in all else.
 _WINDOWS = (None, 0), (0, 0)
 
 
 def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
-    """µs of a ring step in which nothing is computed: what a call of p steps takes longer than one
-    of a single step on the same ranks, over the p − 1 steps that it has more. Beside it, µs of the
-    call of a single step, in which the ranks agree and nothing moves."""
+    """µs of a ring step in which nothing is computed: what a call takes longer than one of a single
+    step on the same ranks, over the steps that it has more: p − 1, and in backward one besides, in
+    which the last sums come home. Beside it, µs of the call of a single step, in which the ranks
+    agree and nothing moves."""
     count: int = case.detail["ranks"]
     shape, names = case.shape, ("all steps", "one step")
+    further = count if shape.way == "backward" else count - 1
     with Team(count, backend="null") as team:
         contenders = []
         for name, window in zip(names, _WINDOWS, strict=True):
@@ -162,7 +164,7 @@ def _steps(case: Case, settings: Settings) -> Iterator[Measurement]:
         times = interleave(contenders, settings.repeats)
 
     def of_a_step(more: float, one: float) -> float:
-        return 1e6 * (more - one) / (count - 1)
+        return 1e6 * (more - one) / further
 
     def of_a_call(_: float, one: float) -> float:
         return 1e6 * one

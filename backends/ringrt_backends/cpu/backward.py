@@ -184,7 +184,6 @@ def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, 
     for panel in range(SQUARE // shape.panel):
         bottom, top = panel_range(panel, shape, scratch.low, scratch.high, 0, end - begin)
         if bottom < top:
-            bottom = bottom // shape.rows * shape.rows
             _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     lane_bytes = lane * rows.rows * shape.panel * (2 if shape.pairs else 4)
     b = rows.dout_columns + lane_bytes * shape.value_panels

@@ -18,7 +18,7 @@ from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
 #: From this part of a row's sum on a weight is large: a row has 16 of them at most. It is the same
 #: in both passes, for the same weights must be exact in both.
-LARGE = 1 / 16
+LARGE = 1 / 32
 
 
 def any_above(body: Body, weights: Value, limits: Value) -> Value:

@@ -106,8 +106,7 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
     set_unions(scratch.first, scratch.last, shape.rows, scratch.low, scratch.high)
     k = keys.k + slot * keys.k_rows * shape.depth * 4
     v = keys.v + slot * shape.value_panels * keys.v_rows * shape.panel * 4
-    # Pairs of keys begin at even ones.
-    for begin in range(low // 2 * 2, high, KEYS):
+    for begin in range(low // shape.rows * shape.rows, high, KEYS):
         end = min(begin + KEYS, high)
         for panel in range(QUERIES // shape.panel):
             bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.tile import in_chunks, product
+from ringrt_backends.cpu.tile import product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
 
 
@@ -119,36 +119,56 @@ def soft(
     scale = body.splat(args["scale"])
     bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
     minus = [build.fneg(build.fptrunc(base, body.vector)) for base in bases]
-    keys = 2 if pairs else 1
-    zeros = [body.floats(0.0)] * (2 * keys)
 
-    def step(i: Value, sums: Sequence[Value]) -> Sequence[Value]:
-        from_s = body.step(args["s"], i, keys * s_row)
-        following = list(sums)
+    def weigh(i: Value) -> list[Value]:
+        """P of the i-th row, or pair of rows; their sums."""
+        from_s = body.step(args["s"], i, (2 if pairs else 1) * s_row)
+        sums = []
         for v in range(2):
             weights = []
-            for key in range(keys):
-                x = body.fma(body.load(from_s, key * s_row + v * width), scale, minus[v])
+            for at in (v * width, s_row + v * width)[: 2 if pairs else 1]:
+                x = body.fma(body.load(from_s, at), scale, minus[v])
                 weights.append(body.exp2(x, EXP2_SHORT if pairs else EXP2))
-                at = key * 2 + v
-                old = following[at]
-                following[at] = weights[-1] if old is None else build.fadd(old, weights[-1])
             if pairs:
                 to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)
+                sums.append(build.fadd(*weights))
             else:
                 body.store(weights[0], from_s, v * width)
-        return following
+                sums.append(weights[0])
+        return sums
 
-    sums = in_chunks(body, args["n"], zeros, step)
-    for v in range(2):
-        total = exact.wide(body, build.fadd(sums[v], sums[v + 2]) if pairs else sums[v])
+    for v, total in enumerate(_sums(body, args["n"], weigh)):
         old = body.load(args["z"], v * width, body.doubles)
         z = body.fma(old, exact.wide(body, alphas[v]), total)
         body.store(z, args["z"], v * width)
         if not (pairs or capped):
             _mend(body, v * width, z, bases[v], depth, s_row)
     build.ret_void()
+
+
+def _sums(body: Body, count: Value, weigh: Callable[[Value], list[Value]]) -> list[Value]:
+    """Of so many weights of two vectors, in float64; in float32 no more than four at a time. A row
+    may have one weight that is nearly all of z, and y is right to more than what a dozen small
+    ones would lose beside it: out would be off by that, and dq by several times as much."""
+    build = body.build
+    fours = build.lshr(count, ir.Constant(I64, 2))
+    first = build.shl(fours, ir.Constant(I64, 2))
+
+    def four(number: Value, totals: Sequence[Value]) -> Sequence[Value]:
+        start = build.shl(number, ir.Constant(I64, 2))
+        rows = [weigh(build.add(start, ir.Constant(I64, i))) for i in range(4)]
+        pairs = zip(*rows, strict=True)
+        parts = [build.fadd(build.fadd(a, b), build.fadd(c, d)) for a, b, c, d in pairs]
+        return [build.fadd(t, exact.wide(body, x)) for t, x in zip(totals, parts, strict=True)]
+
+    def one(number: Value, totals: Sequence[Value]) -> Sequence[Value]:
+        parts = weigh(build.add(first, number))
+        return [build.fadd(t, exact.wide(body, x)) for t, x in zip(totals, parts, strict=True)]
+
+    zeros = [ir.Constant(body.doubles, [0.0] * body.width)] * 2
+    totals = body.loop(fours, zeros, four, maybe_none=True)
+    return body.loop(build.sub(count, first), totals, one, maybe_none=True)
 
 
 def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) -> None:

@@ -52,6 +52,13 @@ def blocks_of(tiles: TileTable, rows: int, size: int) -> Blocks:
     return Blocks(np.ascontiguousarray(cut.table[sorting]), starts, order[work[order] > 0])
 
 
+def first_key(tiles: TileTable, shape: Shape) -> int:
+    """The first key that is packed: a multiple of a tile's rows. So a key is the same row of a tile
+    in both passes, and a score the same number, for in which order it is summed up depends on the
+    row. Errors of the weights then cancel in dS = P (dP − delta), where delta is made of P."""
+    return int(tiles.table[:, 2].min()) // shape.rows * shape.rows
+
+
 def ordinary(peaks: Array, limit: float = ORDINARY) -> Array:
     """Which blocks are, by their peaks: bool as uint8."""
     return np.asarray(peaks.view(np.float32) <= np.float32(limit)).view(np.uint8)

@@ -44,14 +44,14 @@ def set_unions(first, last, size, low, high):  # type: ignore[no-untyped-def]
 def panel_range(panel, shape, low, high, begin, end):  # type: ignore[no-untyped-def]
     """The keys in [begin, end) that a panel of queries needs scores of: those that any group of
     rows which touches the panel sees, for a group's product reads them across its panels. Begins
-    at an even key, counted from begin, for keys may be summed in pairs."""
+    at the first key of a tile, counted from begin; see `layout.first_key`."""
     first_group = panel * shape.panel // shape.rows
     last_group = min(-(-(panel + 1) * shape.panel // shape.rows), len(low))
     bottom, top = NEVER, -NEVER
     for group in range(first_group, last_group):
         bottom, top = min(bottom, low[group]), max(top, high[group])
     bottom, top = max(bottom, begin), min(top, end)
-    return begin + (bottom - begin) // 2 * 2, top
+    return begin + (bottom - begin) // shape.rows * shape.rows, top
 
 
 @inner

@@ -19,6 +19,7 @@ from ringrt_backends.cpu.layout import (
     Blocks,
     Units,
     blocks_of,
+    first_key,
     flip_of,
     grid,
     orders_of,
@@ -117,7 +118,7 @@ class TiledBackward:
         blocks = grads.blocks.get(tiles)
         if blocks is None:
             blocks = grads.blocks[tiles] = blocks_of(tiles, grads.given[0].shape[1], SQUARE)
-        begin, end = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
+        begin, end = first_key(tiles, grads.code.shape), int(tiles.table[:, 3].max())
         numbers = -(-(end - begin) // SQUARE)
         parts = min(-(-_TASKS // lanes), numbers)
         left_out = np.zeros((lanes, numbers), np.uint8)

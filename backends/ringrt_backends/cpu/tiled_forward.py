@@ -23,6 +23,7 @@ from ringrt_backends.cpu.layout import (
     Blocks,
     Units,
     blocks_of,
+    first_key,
     flip_of,
     grid,
     orders_of,
@@ -115,7 +116,7 @@ class TiledForward:
         if blocks is None:
             blocks = state.blocks[tiles] = blocks_of(tiles, state.q.shape[1], QUERIES)
         shape = state.code.shape
-        first, last = int(tiles.table[:, 2].min()), int(tiles.table[:, 3].max())
+        first, last = first_key(tiles, shape), int(tiles.table[:, 3].max())
         row_bytes = (shape.depth + shape.value_panels * shape.panel) * 4
         at_once = max(1, min(slots, _CHUNK_BYTES // (min(_CHUNK, last - first) * row_bytes)))
         (k_source, k), (v_source, v) = source_of(k), source_of(v)
