@@ -3,7 +3,7 @@ found by address."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -58,7 +58,8 @@ BACKWARD = ("prob", "prob_masked", "dscore", "by_row", "by_row_narrow", "by_colu
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Addresses int64 in the order of the names; `engine` owns the code."""
+    """Addresses int64 in the order of the names, 0 for what heads of this size have no use for;
+    `engine` owns the code."""
 
     shape: Shape
     names: tuple[str, ...]
@@ -146,7 +147,7 @@ def forward_module(
     forward_ir.soft(
         module, machine, "soft", depth=shape.depth, s_row=s_row, capped=capped, pairs=pairs
     )
-    for name, vectors in (("values", 2), ("values_narrow", 1)):
+    for name, vectors in _widths("values", machine, shape.value_row):
         add_product(
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,
             vectors=vectors, scaled=True, pairs=pairs,
@@ -181,15 +182,24 @@ def backward_module(
     # Rows of bf16 are half as long, and a step along them is a pair.
     along = p_row // 2 if pairs else p_row
     product = partial(add_product, module, machine, pairs=pairs)
-    for suffix, vectors in (("", 2), ("_narrow", 1)):
-        by_row, by_column = (along, 1), (1, p_row)
-        for name, (a_row, a_step), c_row in (
-            ("by_row", by_row, shape.row),
-            ("by_column", by_column, shape.row),
-            ("value_by_row", by_row, shape.value_row),
-        ):
-            product(name + suffix, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors)
+    by_row, by_column = (along, 1), (1, p_row)
+    for kind_of, (a_row, a_step), c_row in (
+        ("by_row", by_row, shape.row),
+        ("by_column", by_column, shape.row),
+        ("value_by_row", by_row, shape.value_row),
+    ):
+        for name, vectors in _widths(kind_of, machine, c_row):
+            product(name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors)
     return module
+
+
+def _widths(name: str, machine: Machine, row: int) -> Iterator[tuple[str, int]]:
+    """Which of a product's functions are needed for rows of so many floats, with the vectors of
+    each: one for whole panels, and one for the half of a panel that is left."""
+    if row >= machine.panel:
+        yield name, 2
+    if row % machine.panel:
+        yield f"{name}_narrow", 1
 
 
 def compile_module(
