@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
-#: From this part of a row's sum on a weight is large: a row has 16 of them at most. It is the same
+#: From this part of a row's sum on a weight is large: a row has 32 of them at most. It is the same
 #: in both passes, for the same weights must be exact in both.
 LARGE = 1 / 32
 
