@@ -72,6 +72,15 @@ def test_a_folder_that_cannot_be_made_is_done_without(tmp_path, monkeypatch):
     assert disk.load(KEY) is None
 
 
+def test_what_cannot_be_written_whole_leaves_nothing(folder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "replace", full)
+    disk.store(KEY, b"code")
+    assert list(folder.iterdir()) == []
+
+
 def test_the_second_folder_is_taken_where_the_first_one_cannot(tmp_path, monkeypatch):
     (tmp_path / "__pycache__").touch()
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)

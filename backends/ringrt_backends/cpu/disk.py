@@ -51,10 +51,14 @@ def store(key: object, code: bytes) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             # Others may read it, or write the same, at this moment.
             handle, temporary = tempfile.mkstemp(suffix=_SUFFIX, dir=folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, folder / _name(key))
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(code).digest() + code)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, folder / _name(key))
+            except OSError:
+                os.unlink(temporary)
+                raise
             _clear_old(folder)
             return
 
