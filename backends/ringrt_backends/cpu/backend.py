@@ -147,7 +147,7 @@ def code_in_use() -> tuple[Machine | None, str]:
         return None, f"plain Numba ({why})"
     try:
         forward_code(machine, 1, 1, "float32", False)
-    except Exception as error:  # llvmlite's own are RuntimeErrors of LLVM's words
+    except RuntimeError as error:  # LLVM's own words
         first = str(error).partition("\n")[0]
         return None, f"plain Numba (LLVM does not compile for {machine.name}: {first})"
     return machine, str(machine)

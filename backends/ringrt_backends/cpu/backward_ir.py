@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.exact import wide
-from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
+from ringrt_backends.cpu.forward_ir import SPAN, by_halves, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
@@ -56,7 +56,8 @@ def prob(
         if pairs:
             narrow = body.step(args["narrow"], group, rows * p_row // 2, I32)
             _store_narrow(body, tile, narrow, p_row)
-        return [_larger_of(body, tile, top) for top in tops]
+        values = [value for row in tile for value in row]
+        return [by_halves([*values, top], body.larger) for top in tops]
 
     mended = not (pairs or capped)
     tops = [body.floats(0.0)] if mended else []
@@ -64,15 +65,6 @@ def prob(
         with body.build.if_then(exact.any_above(body, top, body.floats(exact.LARGE))):
             _mend(body, depth, p_row)
     body.build.ret_void()
-
-
-def _larger_of(body: Body, tile: list[list[Value]], top: Value) -> Value:
-    """The larger of top and all vectors of a tile, lane by lane."""
-    values = [top, *(value for row in tile for value in row)]
-    while len(values) > 1:
-        halves = zip(values[::2], values[1::2], strict=False)
-        values = [body.larger(*pair) for pair in halves] + values[len(values) // 2 * 2 :]
-    return values[0]
 
 
 def _mend(body: Body, depth: int, p_row: int) -> None:

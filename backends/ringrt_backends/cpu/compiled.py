@@ -20,7 +20,7 @@ from ringrt_backends.cpu.tile import add_product
 
 #: Forward: queries of a block, whose state stays in cache, and keys of a block, the longest sum
 #: in float32. Both are multiples of a tile's rows, queries of its columns too.
-QUERIES, KEYS = 192, 144
+QUERIES, KEYS = 96, 288
 #: Backward: the same, of one size.
 SQUARE = 288
 #: Floats by which a row of scores is longer than it need be: rows at a power of two would fall
@@ -183,13 +183,14 @@ def backward_module(
     along = p_row // 2 if pairs else p_row
     product = partial(add_product, module, machine, pairs=pairs)
     by_row, by_column = (along, 1), (1, p_row)
-    for kind_of, (a_row, a_step), c_row in (
-        ("by_row", by_row, shape.row),
-        ("by_column", by_column, shape.row),
-        ("value_by_row", by_row, shape.value_row),
+    # dq of a whole head is read and written for each block of keys; dk and dv are of one block.
+    for kind_of, (a_row, a_step), c_row, far in (
+        ("by_row", by_row, shape.row, False),
+        ("by_column", by_column, shape.row, True),
+        ("value_by_row", by_row, shape.value_row, False),
     ):
         for name, vectors in _widths(kind_of, machine, c_row):
-            product(name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors)
+            product(name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, c_far=far)
     return module
 
 

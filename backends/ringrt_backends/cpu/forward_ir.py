@@ -33,6 +33,9 @@ def mask(body: Body, tile: list[list[Value]], group: Value, hidden: float) -> No
             tile[r][vector] = build.select(seen, tile[r][vector], body.floats(hidden))
 
 
+#: So many weights are added up in float32.
+_FEW = 8
+
 #: What `mask` asks of a function's arguments.
 SPAN = {"first": PTR, "last": PTR, "row": I64}
 
@@ -63,21 +66,13 @@ def score(
         if masked:
             mask(body, tile, group, -math.inf)
         store_tile(body, tile, s, s_row)
-        return [_column_maximum(body, tile, v, top) for v, top in enumerate(tops)]
+        columns = zip(*tile, strict=True)
+        return [by_halves([*column, top], body.larger) for column, top in zip(columns, tops, strict=True)]
 
     tops = [body.load(args["top"], v * body.width) for v in range(2)]
     for v, top in enumerate(body.loop(args["groups"], tops, tile_of_scores)):
         body.store(top, args["top"], v * body.width)
     body.build.ret_void()
-
-
-def _column_maximum(body: Body, tile: list[list[Value]], vector: int, top: Value) -> Value:
-    """As a tree: the chain of maxima stays short."""
-    column = [*(row[vector] for row in tile), top]
-    while len(column) > 1:
-        halves = zip(column[::2], column[1::2], strict=False)
-        column = [body.larger(*pair) for pair in halves] + column[len(column) // 2 * 2 :]
-    return column[0]
 
 
 def store_tile(body: Body, tile: list[list[Value]], pointer: Value, row_step: int) -> None:
@@ -117,7 +112,8 @@ def soft(
     body = Body(module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, **pointers)
     build, args, width = body.build, body.args, body.width
     scale = body.splat(args["scale"])
-    bases, alphas = zip(*(_new_maximum(body, v * width, scale) for v in range(2)), strict=True)
+    maxima = (_new_maximum(body, v * width, scale) for v in range(2))
+    bests, bases, alphas = zip(*maxima, strict=True)
     minus = [build.fneg(build.fptrunc(base, body.vector)) for base in bases]
 
     def weigh(i: Value) -> list[Value]:
@@ -143,37 +139,49 @@ def soft(
         z = body.fma(old, exact.wide(body, alphas[v]), total)
         body.store(z, args["z"], v * width)
         if not (pairs or capped):
-            _mend(body, v * width, z, bases[v], depth, s_row)
+            _mend(body, v * width, z, bests[v], bases[v], depth, s_row)
     build.ret_void()
 
 
 def _sums(body: Body, count: Value, weigh: Callable[[Value], list[Value]]) -> list[Value]:
-    """Of so many weights of two vectors, in float64; in float32 no more than four at a time. A row
+    """Of so many weights of two vectors, in float64; in float32 no more than a few at a time. A row
     may have one weight that is nearly all of z, and y is right to more than what a dozen small
     ones would lose beside it: out would be off by that, and dq by several times as much."""
     build = body.build
-    fours = build.lshr(count, ir.Constant(I64, 2))
-    first = build.shl(fours, ir.Constant(I64, 2))
+    number_of_few = build.sdiv(count, ir.Constant(I64, _FEW))
+    first = build.mul(number_of_few, ir.Constant(I64, _FEW))
 
-    def four(number: Value, totals: Sequence[Value]) -> Sequence[Value]:
-        start = build.shl(number, ir.Constant(I64, 2))
-        rows = [weigh(build.add(start, ir.Constant(I64, i))) for i in range(4)]
-        pairs = zip(*rows, strict=True)
-        parts = [build.fadd(build.fadd(a, b), build.fadd(c, d)) for a, b, c, d in pairs]
+    def add(totals: Sequence[Value], parts: Sequence[Value]) -> list[Value]:
         return [build.fadd(t, exact.wide(body, x)) for t, x in zip(totals, parts, strict=True)]
 
-    def one(number: Value, totals: Sequence[Value]) -> Sequence[Value]:
-        parts = weigh(build.add(first, number))
-        return [build.fadd(t, exact.wide(body, x)) for t, x in zip(totals, parts, strict=True)]
+    def few(number: Value, totals: Sequence[Value]) -> list[Value]:
+        start = build.mul(number, ir.Constant(I64, _FEW))
+        rows = [weigh(build.add(start, ir.Constant(I64, i))) for i in range(_FEW)]
+        return add(totals, [by_halves(column, build.fadd) for column in zip(*rows, strict=True)])
+
+    def one(number: Value, totals: Sequence[Value]) -> list[Value]:
+        return add(totals, weigh(build.add(first, number)))
 
     zeros = [ir.Constant(body.doubles, [0.0] * body.width)] * 2
-    totals = body.loop(fours, zeros, four, maybe_none=True)
+    totals = body.loop(number_of_few, zeros, few, maybe_none=True)
     return body.loop(build.sub(count, first), totals, one, maybe_none=True)
 
 
-def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) -> None:
+def by_halves(values: Sequence[Value], two: Callable[[Value, Value], Value]) -> Value:
+    """All of them as one, in as few steps after one another as can be."""
+    values = list(values)
+    while len(values) > 1:
+        halves = zip(values[::2], values[1::2], strict=False)
+        values = [two(*pair) for pair in halves] + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
+def _mend(
+    body: Body, at: int, z: Value, best: Value, base: Value, depth: int, s_row: int
+) -> None:
     """Compute the vectors of P with large weights once more, and z with them. Where z is large,
-    relative to the largest weight so far, which is 1, no weight is."""
+    relative to the largest weight so far, which is 1, no weight is; nor where that of the best
+    score of these keys is not."""
     build, args = body.build, body.args
     part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
     few = build.fcmp_ordered("<", part, body.floats(1.0))
@@ -194,11 +202,14 @@ def _mend(body: Body, at: int, z: Value, base: Value, depth: int, s_row: int) ->
         return []
 
     with build.if_then(exact.any_of(body, concentrated)):
-        body.loop(args["n"], [], row)
+        largest = build.fsub(exact.wide(body, best), base)
+        largest = body.exp2(build.fptrunc(largest, body.vector))
+        with build.if_then(exact.any_above(body, largest, limits)):
+            body.loop(args["n"], [], row)
 
 
-def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value]:
-    """Raise m by the scores' maximum: m' in float64 (0 where nothing was seen), and alpha."""
+def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value, Value]:
+    """Raise m by the scores' maximum: that, m' in float64 (0 where nothing was seen), and alpha."""
     build, args = body.build, body.args
     old = body.load(args["m"], at, body.doubles)
     best = build.fmul(scale, body.load(args["top"], at))
@@ -210,4 +221,4 @@ def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value]:
     base = build.select(nothing, zero, new)
     alpha = body.exp2(build.fptrunc(build.fsub(old, base), body.vector))
     body.store(alpha, args["alpha"], at)
-    return base, alpha
+    return best, base, alpha

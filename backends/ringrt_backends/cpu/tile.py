@@ -56,10 +56,12 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.vectors import F32, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.vectors import F32, F64, I32, I64, PTR, Body, Value
 
 #: Steps by which a row of B is asked for before it is needed.
 _AHEAD = 8
+#: float64 numbers of a line of the cache.
+_LINE = 8
 
 
 def product(
@@ -226,24 +228,49 @@ def add_product(
     c_row: int,
     vectors: int,
     scaled: bool = False,
+    c_far: bool = False,
     pairs: bool = False,
 ) -> None:
-    """Emit name(a, b, c, depth[, factor]): C += A·B, or C = factor[r]·C + A·B row by row, with C
-    in float64 and its row stride `c_row`."""
+    """Emit name(a, b, c, depth, groups[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
+    for groups >= 1 tiles whose rows follow one another in A, C and factor. C is float64, with the
+    row stride `c_row`. `c_far`: C is not in cache."""
     extra = {"factor": PTR} if scaled else {}
-    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, **extra)
-    a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
-    sums = product(
-        body, a, b, depth,
-        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
-    )  # fmt: skip
+    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, groups=I64, **extra)
+    args, rows = body.args, machine.rows
+
+    def tile(group: Value, _: Sequence[Value]) -> Sequence[Value]:
+        a = body.step(args["a"], group, rows * a_row)
+        c = body.step(args["c"], group, rows * c_row, F64)
+        if c_far:
+            _prefetch_rows(body, c, rows, c_row, vectors)
+        sums = product(
+            body, a, args["b"], args["depth"],
+            a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
+        )  # fmt: skip
+        factor = body.step(args["factor"], group, rows) if scaled else None
+        for row, parts in enumerate(sums):
+            _add_row(body, c, row * c_row, parts, body.at(factor, row) if scaled else None)
+        return []
+
+    body.loop(args["groups"], [], tile)
+    body.build.ret_void()
+
+
+def _add_row(body: Body, c: Value, at: int, parts: Sequence[Value], factor: Value) -> None:
+    """C = C + parts, or factor·C + parts, for vectors side by side."""
     build = body.build
-    for row, parts in enumerate(sums):
-        if scaled:
-            scalar = build.load(body.at(body.args["factor"], row), align=4, typ=F32)
-            factor = build.fpext(body.splat(scalar), body.doubles)
-        for vector, part in enumerate(parts):
-            at = row * c_row + vector * body.width
-            old, new = body.load(c, at, body.doubles), build.fpext(part, body.doubles)
-            body.store(body.fma(old, factor, new) if scaled else build.fadd(old, new), c, at)
-    build.ret_void()
+    if factor is not None:
+        scalar = build.load(factor, align=4, typ=F32)
+        factor = build.fpext(body.splat(scalar), body.doubles)
+    for vector, part in enumerate(parts):
+        here = at + vector * body.width
+        old, new = body.load(c, here, body.doubles), build.fpext(part, body.doubles)
+        total = build.fadd(old, new) if factor is None else body.fma(old, factor, new)
+        body.store(total, c, here)
+
+
+def _prefetch_rows(body: Body, c: Value, rows: int, c_row: int, vectors: int) -> None:
+    """Ask for a tile of float64."""
+    for row in range(rows):
+        for line in range(0, vectors * body.width, _LINE):
+            body.prefetch(body.at(c, row * c_row + line, F64))

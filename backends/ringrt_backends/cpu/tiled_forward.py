@@ -44,6 +44,8 @@ from ringrt_backends.cpu.workers import Workers
 _CHUNK, _CHUNK_BYTES = 32 * KEYS, 1 << 25
 #: Keys that are packed by one task, with a peak of their own; even.
 _PART = 96
+#: Tasks that are in line at once for each thread, lest some wait for the last ones at the end.
+_TASKS_A_THREAD = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -125,8 +127,10 @@ class TiledForward:
             for slot in range(0, slots, at_once):
                 count = min(at_once, slots - slot)
                 keys = self._pack(state, k_source, v_source, slot, count, begin, end)
+                group, threads = state.problem.group, self._workers.count
+                tasks = _tasks(blocks.order, slot, count, group, threads)
                 self._workers.drive(
-                    forward.absorb, _tasks(blocks.order, slot, count, state.problem.group), shape,
+                    forward.absorb, tasks, shape,
                     state.code.addresses, state.units, blocks.starts, blocks.table, keys,
                     state.queries, own=state.scratch,
                 )  # fmt: skip
@@ -202,9 +206,13 @@ def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> No
     m[...], z[...] = near[:, None], part[:, None]
 
 
-def _tasks(order: Array, slot: int, count: int, group: int) -> Array:
-    """(query lane, slot, block): the largest blocks of all lanes first, and lanes that share keys
-    side by side."""
-    lanes = np.arange(slot * group, (slot + count) * group)
-    block, lane = np.meshgrid(order, lanes, indexing="ij")
-    return np.stack((lane, lane // group - slot, block), -1).reshape(-1, 3)
+def _tasks(order: Array, slot: int, count: int, group: int, threads: int) -> Array:
+    """(query lane, slot, block): a few KV lanes after one another, whose K and V then stay in
+    cache; of each few the largest blocks first, and lanes that share keys side by side."""
+    few = max(1, -(-_TASKS_A_THREAD * threads // max(1, len(order) * group)))
+    parts = [np.zeros((0, 3), np.int64)]
+    for first in range(slot, slot + count, few):
+        lanes = np.arange(first * group, min(first + few, slot + count) * group)
+        block, lane = np.meshgrid(order, lanes, indexing="ij")
+        parts.append(np.stack((lane, lane // group - slot, block), -1).reshape(-1, 3))
+    return np.concatenate(parts)
