@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
-from ringrt_backends.cpu import backward_ir, disk, forward_ir, pack_ir
+from ringrt_backends.cpu import backward_ir, disk, forward_ir, mend_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product
 
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 #: Order of the addresses that the drivers are given; the last few are those of packing and
 #: rounding, see `Code`.
-FORWARD = ("score", "score_masked", "soft", "values", "values_narrow",
+FORWARD = ("score", "score_masked", "soft", "values", "values_narrow", "mend",
            "k_rows", "v_columns", "q_turned", "out_rounded")  # fmt: skip
 BACKWARD = ("prob", "prob_masked", "dscore", "by_row", "by_row_narrow", "by_column",
             "by_column_narrow", "value_by_row", "value_by_row_narrow", "k_rows", "k_columns",
@@ -144,9 +144,9 @@ def forward_module(
             module, machine, name,
             depth=shape.depth, s_row=s_row, masked=masked, capped=capped, pairs=pairs,
         )  # fmt: skip
-    forward_ir.soft(
-        module, machine, "soft", depth=shape.depth, s_row=s_row, capped=capped, pairs=pairs
-    )
+    forward_ir.soft(module, machine, "soft", s_row=s_row, capped=capped, pairs=pairs)
+    if not (pairs or capped):
+        mend_ir.mend(module, machine, "mend", depth=shape.depth, value_row=shape.value_row)
     for name, vectors in _widths("values", machine, shape.value_row):
         add_product(
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,

@@ -19,7 +19,7 @@ from ringrt_backends.cpu.spans import (
 )
 
 #: Where the functions stand among the addresses; see `compiled.FORWARD`.
-_SCORE, _SCORE_MASKED, _SOFT, _VALUES, _VALUES_NARROW = range(5)
+_SCORE, _SCORE_MASKED, _SOFT, _VALUES, _VALUES_NARROW, _MEND = range(6)
 #: Bytes of a row of scores.
 _ROW = (QUERIES + SKEW) * 4
 
@@ -57,13 +57,17 @@ class Queries(NamedTuple):
 
 class Scratch(NamedTuple):
     """Of one thread: addresses of scores `[keys + a tile, row]`, weights likewise (the same for
-    fp32), a panel's running maximum and a block's alpha, float32; the spans of a block's queries
-    int32, and their unions over groups of rows."""
+    fp32), a panel's running maximum and a block's alpha, float32, and notes, of `note` bytes each
+    (see `mend_ir`); marks of these, int64; the spans of a block's queries int32, and their unions
+    over groups of rows."""
 
     scores: int
     weights: int
     top: int
     alpha: int
+    notes: int
+    note: int
+    marks: Any
     first: Any
     last: Any
     low: Any
@@ -120,6 +124,23 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
             if bottom < top:
                 _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, scratch)
         _add_values(shape, at, lane, q0, begin, end, v, keys.v_rows, queries, scratch)
+        # There is room for those of two blocks.
+        if end == high or 4 * scratch.marks[0] > len(scratch.marks):
+            _mend(shape, at, units, lane, q0, k, v, keys.v_rows, queries, scratch)
+
+
+@inner
+def _mend(shape, at, units, lane, q0, k, v, v_rows, queries, scratch):  # type: ignore[no-untyped-def]
+    """Mend the weights that were noted of a block of queries, if they are still large."""
+    for number in range(scratch.marks[0]):
+        key, column = scratch.marks[1 + 2 * number], scratch.marks[2 + 2 * number]
+        panel = (lane * queries.panels + (q0 + column) // shape.panel) * shape.depth * shape.panel
+        q, row = queries.q + (panel + column % shape.panel) * 4, lane * queries.rows + q0 + column
+        note, a, b = scratch.notes + number * scratch.note, k + key * shape.depth * 4, key * shape.panel
+        m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
+        stride = v_rows * shape.panel
+        call(at[_MEND], (note, a, q, units.scale, m, z, y, v + b * 4, stride))
+    scratch.marks[0] = 0
 
 
 @inner
@@ -148,8 +169,11 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
     p = scratch.weights + (bottom - begin) // each * _ROW + column * 4
     count, alpha = (top - bottom + each - 1) // each, scratch.alpha + column * 4
     m, z = queries.m + row * 8, queries.z + row * 8
-    a = k + bottom * shape.depth * 4
-    call(at[_SOFT], (s, p, count, units.scale, scratch.top, m, z, alpha, a, q))
+    notes, marks = scratch.notes, base(scratch.marks)
+    call(
+        at[_SOFT],
+        (s, p, count, units.scale, scratch.top, m, z, alpha, notes, marks, bottom, column),
+    )
 
 
 @inner

@@ -9,6 +9,7 @@ from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.mend_ir import NOTES, note
 from ringrt_backends.cpu.tile import product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
 
@@ -94,22 +95,21 @@ def soft(
     machine: Machine,
     name: str,
     *,
-    depth: int,
     s_row: int,
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(s, p, n, scale, top, m, z, alpha, a, b): the online softmax of 2 vectors of queries
-    over n >= 1 rows of keys.
+    """Emit name(s, p, n, scale, top, m, z, alpha, notes, marks, key, query): the online softmax of 2
+    vectors of queries over n >= 1 rows of keys.
 
         m' = max(m, scale·top),  alpha = 2^(m − m'),  P = 2^(scale·S − m'),  z' = z·alpha + ΣP
 
     P takes the place of S; top goes back to −inf. m and z are float64; m' is a float32 number
-    unless it is beyond them. Large weights are computed once more, from the operands a and b of
-    the scores; see `exact`. With `pairs`, n counts pairs of keys, and p holds them as bf16.
+    unless it is beyond them. Large weights are noted; see `mend_ir`. With `pairs`, n counts pairs
+    of keys, and p holds them as bf16.
     """
-    pointers = {key: PTR for key in ("top", "m", "z", "alpha", "a", "b")}
-    body = Body(module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, **pointers)
+    pointers = {key: PTR for key in ("top", "m", "z", "alpha")}
+    body = Body(module, machine, name, s=PTR, p=PTR, n=I64, scale=F32, **pointers, **NOTES)
     build, args, width = body.build, body.args, body.width
     scale = body.splat(args["scale"])
     maxima = (_new_maximum(body, v * width, scale) for v in range(2))
@@ -139,7 +139,7 @@ def soft(
         z = body.fma(old, exact.wide(body, alphas[v]), total)
         body.store(z, args["z"], v * width)
         if not (pairs or capped):
-            _mend(body, v * width, z, bests[v], bases[v], depth, s_row)
+            note(body, v * width, bests[v], bases[v], s_row)
     build.ret_void()
 
 
@@ -174,38 +174,6 @@ def by_halves(values: Sequence[Value], two: Callable[[Value, Value], Value]) -> 
         halves = zip(values[::2], values[1::2], strict=False)
         values = [two(*pair) for pair in halves] + values[len(values) // 2 * 2 :]
     return values[0]
-
-
-def _mend(
-    body: Body, at: int, z: Value, best: Value, base: Value, depth: int, s_row: int
-) -> None:
-    """Compute the vectors of P with large weights once more, and z with them. Where z is large,
-    relative to the largest weight so far, which is 1, no weight is; nor where that of the best
-    score of these keys is not."""
-    build, args = body.build, body.args
-    part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
-    few = build.fcmp_ordered("<", part, body.floats(1.0))
-    concentrated = build.and_(few, build.fcmp_ordered(">", part, body.floats(0.0)))
-    limits = build.select(concentrated, part, body.floats(math.inf))
-
-    def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
-        p = body.step(args["s"], number, s_row)
-        old = body.load(p, at)
-        with build.if_then(exact.any_above(body, old, limits)):
-            a = body.step(args["a"], number, depth)
-            new = exact.weights(body, a, args["b"], at, depth, [base])
-            new = build.select(build.fcmp_ordered("==", old, body.floats(0.0)), old, new)
-            body.store(new, p, at)
-            change = build.fsub(exact.wide(body, new), exact.wide(body, old))
-            now = body.load(args["z"], at, body.doubles)
-            body.store(build.fadd(now, change), args["z"], at)
-        return []
-
-    with build.if_then(exact.any_of(body, concentrated)):
-        largest = build.fsub(exact.wide(body, best), base)
-        largest = body.exp2(build.fptrunc(largest, body.vector))
-        with build.if_then(exact.any_above(body, largest, limits)):
-            body.loop(args["n"], [], row)
 
 
 def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value, Value]:

@@ -191,10 +191,13 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     weights = zeros((rows // 2, QUERIES + SKEW), np.float32) if shape.pairs else scores
     # The maximum of nothing, to which the kernels bring it back.
     top, alpha = full((shape.panel,), -np.inf, np.float32), zeros((QUERIES,), np.float32)
-    held = [scores, weights, top, alpha]
-    first, last, low, high = spans_of(QUERIES, shape)
+    # A note is of the weights of one key and a vector of queries; there is room for two blocks.
+    many = 2 * KEYS * QUERIES // (shape.panel // 2)
+    notes, marks = zeros((many, shape.panel), np.float32), np.zeros(1 + 2 * many, np.int64)
+    held = [scores, weights, top, alpha, notes]
+    spans = spans_of(QUERIES, shape)
     at = [x.ctypes.data for x in held]
-    return Scratch(at[0], at[1], at[2], at[3], first, last, low, high), held
+    return Scratch(*at, notes.strides[0], marks, *spans), held
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
