@@ -272,7 +272,7 @@ def test_powers_of_two_take_the_machine_s_own_instructions():
     _, kernels = assembly("avx512", "float32")
     for kernel in ("soft", "prob"):
         assert "\tvscalefps\t" in kernels[kernel]
-        assert "\tvreduceps\t" in kernels[kernel]
+        assert "\tvrndscaleps\t" in kernels[kernel]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,14 +13,7 @@ import numpy as np
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
 from ringrt_backends.cpu.pack import where
-from ringrt_backends.cpu.spans import (
-    full_range,
-    panel_range,
-    run_of,
-    runs,
-    set_spans,
-    set_unions,
-)
+from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Where the functions stand among the addresses; see `compiled.BACKWARD`.
 _PROB, _PROB_MASKED, _DSCORE = range(3)
@@ -239,38 +232,22 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
 
 @inner
 def _add_keys(shape, wide, narrow, a, b, count, width, c, tile, q0, begin, end, b_rows):  # type: ignore[no-untyped-def]
-    """dv += Pᵀ dO, or dk += dSᵀ Q: for groups of rows of keys over the queries that see them. The
+    """dv += Pᵀ dO, or dk += dSᵀ Q: for each group of rows of keys over the queries that see it. The
     function is `wide` or, for half a panel, `narrow`; of B there are `count` panels of `b_rows`
     rows, of C rows of `width`."""
     each = 2 if shape.pairs else 1
     panel_bytes = b_rows // each * shape.panel * 4
     for column in range(count):
         function = narrow if column * shape.panel + shape.panel > width else wide
-        key = 0
-        while key < end - begin:
-            bottom, top, following = _run_of_keys(shape, tile, q0, begin, end, key)
+        for key in range(0, end - begin, shape.rows):
+            last_key = min(begin + key + shape.rows, end)
+            bottom, top = _rows_that_see(tile, q0, begin + key, last_key)
             bottom, top = bottom // each, (top + each - 1) // each
             if bottom < top:
                 from_a = a + key * (_ROW // each) + bottom * 4
                 from_b = b + column * panel_bytes + (q0 // each + bottom) * shape.panel * 4
                 to = c + (key * width + column * shape.panel) * 8
-                groups = (following - key) // shape.rows
-                call(function, (from_a, from_b, to, top - bottom, groups))
-            key = following
-
-
-@inner
-def _run_of_keys(shape, tile, q0, begin, end, key):  # type: ignore[no-untyped-def]
-    """The queries that see any of the group of rows that begins `key` after begin, and where the
-    next group is that others see."""
-    seen = _rows_that_see(tile, q0, begin + key, min(begin + key + shape.rows, end))
-    following = key + shape.rows
-    while following < end - begin:
-        last = min(begin + following + shape.rows, end)
-        if _rows_that_see(tile, q0, begin + following, last) != seen:
-            break
-        following += shape.rows
-    return seen[0], seen[1], following
+                call(function, (from_a, from_b, to, top - bottom))
 
 
 @inner
@@ -287,23 +264,21 @@ def _rows_that_see(tile, q0, begin, end):  # type: ignore[no-untyped-def]
 
 @inner
 def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untyped-def]
-    """dq += dS K, for groups of rows of queries over the keys that they see."""
+    """dq += dS K, for each group of rows of queries over the keys that it sees."""
     each = 2 if shape.pairs else 1
     ds = scratch.by_key if shape.pairs else scratch.ds
     for column in range(shape.panels):
         narrow = column * shape.panel + shape.panel > shape.row
         function = at[_BY_COLUMN_NARROW if narrow else _BY_COLUMN]
         panel = block.k_columns.address + column * block.k_columns.rows * shape.panel * 4
-        group = 0
-        while group < len(scratch.low):
-            bottom, top, following = run_of(group, scratch.low, scratch.high, 0, keys)
+        for group in range(len(scratch.low)):
+            bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)
             bottom, top = bottom // each, (top + each - 1) // each
             if bottom < top:
                 row = group * shape.rows
                 a, b = ds + bottom * _ROW + row * 4, panel + bottom * shape.panel * 4
                 c = dq + (row * shape.row + column * shape.panel) * 8
-                call(function, (a, b, c, top - bottom, following - group))
-            group = following
+                call(function, (a, b, c, top - bottom))
 
 
 @driver

@@ -9,14 +9,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
-from ringrt_backends.cpu.spans import (
-    full_range,
-    panel_range,
-    run_of,
-    runs,
-    set_spans,
-    set_unions,
-)
+from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Where the functions stand among the addresses; see `compiled.FORWARD`.
 _SCORE, _SCORE_MASKED, _SOFT, _VALUES, _VALUES_NARROW, _MEND = range(6)
@@ -178,24 +171,25 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
 
 @inner
 def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  # type: ignore[no-untyped-def]
-    """y = alpha y + P V, for groups of rows of queries over the keys that they see."""
+    """y = alpha y + P V, for each group of rows of queries over the keys that it sees."""
     each = 2 if shape.pairs else 1
     y = queries.y + (lane * queries.rows + q0) * shape.value_row * 8
     for column in range(shape.value_panels):
         panel = v + column * v_rows * shape.panel * 4
         narrow = column * shape.panel + shape.panel > shape.value_row
-        function = at[_VALUES_NARROW if narrow else _VALUES]
-        group = 0
-        while group < len(scratch.low):
-            bottom, top, following = run_of(group, scratch.low, scratch.high, begin, end)
-            if bottom < top:
-                row, query = (bottom - begin) // each, group * shape.rows
-                a = scratch.weights + row * _ROW + query * 4
-                b = panel + (begin // each + row) * shape.panel * 4
-                c = y + (query * shape.value_row + column * shape.panel) * 8
-                depth = (top - begin + each - 1) // each - row
-                call(function, (a, b, c, depth, following - group, scratch.alpha + query * 4))
-            group = following
+        for group in range(len(scratch.low)):
+            bottom, top = max(scratch.low[group], begin), min(scratch.high[group], end)
+            if bottom >= top:
+                continue
+            row, query = (bottom - begin) // each, group * shape.rows
+            a = scratch.weights + row * _ROW + query * 4
+            b = panel + (begin // each + row) * shape.panel * 4
+            c = y + (query * shape.value_row + column * shape.panel) * 8
+            depth = (top - begin + each - 1) // each - row
+            call(
+                at[_VALUES_NARROW if narrow else _VALUES],
+                (a, b, c, depth, scratch.alpha + query * 4),
+            )
 
 
 @driver

@@ -70,16 +70,3 @@ def runs(first, count, rows, full_from, full_to):  # type: ignore[no-untyped-def
     a = min(max(-(-(full_from - first) // rows), 0), count)
     b = min(max((full_to - first) // rows, a), count)
     return a, b
-
-
-@inner
-def run_of(group, low, high, begin, end):  # type: ignore[no-untyped-def]
-    """What a group of rows sees of the keys [begin, end), and the next group that sees something
-    else: bottom, top and that group's number."""
-    bottom, top = max(low[group], begin), min(high[group], end)
-    following = group + 1
-    while following < len(low):
-        if max(low[following], begin) != bottom or min(high[following], end) != top:
-            break
-        following += 1
-    return bottom, top, following

@@ -231,28 +231,20 @@ def add_product(
     c_far: bool = False,
     pairs: bool = False,
 ) -> None:
-    """Emit name(a, b, c, depth, groups[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
-    for groups >= 1 tiles whose rows follow one another in A, C and factor. C is float64, with the
-    row stride `c_row`. `c_far`: C is not in cache."""
+    """Emit name(a, b, c, depth[, factor]): C += A·B, or C = factor[r]·C + A·B row by row, with C
+    in float64 and its row stride `c_row`. `c_far`: C is not in cache."""
     extra = {"factor": PTR} if scaled else {}
-    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, groups=I64, **extra)
-    args, rows = body.args, machine.rows
-
-    def tile(group: Value, _: Sequence[Value]) -> Sequence[Value]:
-        a = body.step(args["a"], group, rows * a_row)
-        c = body.step(args["c"], group, rows * c_row, F64)
-        if c_far:
-            _prefetch_rows(body, c, rows, c_row, vectors)
-        sums = product(
-            body, a, args["b"], args["depth"],
-            a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
-        )  # fmt: skip
-        factor = body.step(args["factor"], group, rows) if scaled else None
-        for row, parts in enumerate(sums):
-            _add_row(body, c, row * c_row, parts, body.at(factor, row) if scaled else None)
-        return []
-
-    body.loop(args["groups"], [], tile)
+    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, **extra)
+    a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
+    if c_far:
+        _prefetch_rows(body, c, machine.rows, c_row, vectors)
+    sums = product(
+        body, a, b, depth,
+        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
+    )  # fmt: skip
+    for row, parts in enumerate(sums):
+        factor = body.at(body.args["factor"], row) if scaled else None
+        _add_row(body, c, row * c_row, parts, factor)
     body.build.ret_void()
 
 

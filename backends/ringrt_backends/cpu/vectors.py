@@ -43,6 +43,10 @@ EXP2_SHORT = (
     1.0,
 )
 
+#: (2^f − 1)/f for |f| <= 1/32, likewise (2e-9 of 2^f), and 2^(i/16).
+_EXP2_LESS_1 = (0.05550595000386238, 0.24023428559303284, 0.6931471824645996)
+_SIXTEENTHS = [2 ** (i / 16) for i in range(16)]
+
 #: tanh(x)/x − 1 over x², for |x| <= 0.625, highest power first (the Cephes library's fit).
 _TANH = (
     -5.70498872745e-3,
@@ -215,20 +219,37 @@ class Body:
         |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to."""
         build = self.build
         if self.machine.scalef:
-            whole, all_lanes = ir.Constant(I32, 0), ir.Constant(I16, -1)
-            current = ir.Constant(I32, 4)
-            name = "llvm.x86.avx512.mask.reduce.ps.512"
-            rest = self.intrinsic(name, self.vector, x, whole, x, all_lanes, current)
-            power = self._polynomial(rest, powers)
-            n = build.fsub(x, rest)
-            name = "llvm.x86.avx512.mask.scalef.ps.512"
-            return self.intrinsic(name, self.vector, power, n, power, all_lanes, current)
+            return self._exp2_scaled(x, powers)
         n = self.intrinsic(f"llvm.rint.{_suffix(self.vector)}", self.vector, x)
         power = self._polynomial(build.fsub(x, n), powers)
         exponent = build.shl(build.fptosi(n, self.ints), self.whole([23] * self.width))
         shifted = build.add(build.bitcast(power, self.ints), exponent)
         seen = build.fcmp_ordered(">=", x, self.floats(-126.0))
         return build.select(seen, build.bitcast(shifted, self.vector), self.floats(0.0))
+
+    def _exp2_scaled(self, x: Value, powers: Sequence[float]) -> Value:
+        """By AVX-512's scalef, whose 2^n also takes -inf, where the fraction is NaN: that gives 0.
+        At full precision n is a multiple of 1/16, whose 2^n is looked up; so |f| <= 1/32, and
+        a polynomial of degree 3 will do: multiply-adds are what there is too little time for."""
+        build, short = self.build, powers is EXP2_SHORT
+        bits = 0 if short else 4
+        all_lanes, current = ir.Constant(I16, -1), ir.Constant(I32, 4)
+        kept = ir.Constant(I32, bits << 4)
+        name = "llvm.x86.avx512.mask.rndscale.ps.512"
+        n = self.intrinsic(name, self.vector, x, kept, x, all_lanes, current)
+        rest = build.fsub(x, n)
+        if short:
+            power = self._polynomial(rest, powers)
+        else:
+            # The sum's last bits count sixteenths.
+            place = build.bitcast(build.fadd(n, self.floats(1.5 * 2 ** (23 - bits))), self.ints)
+            table = ir.Constant(self.vector, _SIXTEENTHS)
+            name = "llvm.x86.avx512.permvar.sf.512"
+            root = self.intrinsic(name, self.vector, table, place)
+            more = build.fmul(self._polynomial(rest, _EXP2_LESS_1), rest)
+            power = self.fma(root, more, root)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return self.intrinsic(name, self.vector, power, n, power, all_lanes, current)
 
     def tanh(self, x: Value) -> Value:
         """A polynomial near 0, where 1 − 2/(e^2x + 1) would cancel; 3e-7 of the result."""
