@@ -135,8 +135,14 @@ def units_of(problem: Problem) -> Units:
     return Units(scale, np.float32(size / cap if cap else 0), natural / float(scale))
 
 
-def grid(first: int, second: int) -> Array:
-    """All pairs of two numbers."""
-    return np.stack(np.meshgrid(np.arange(first), np.arange(second), indexing="ij"), -1).reshape(
+def grid(lanes: int, parts: int) -> Array:
+    """All (lane, part), lane by lane."""
+    return np.stack(np.meshgrid(np.arange(lanes), np.arange(parts), indexing="ij"), -1).reshape(
         -1, 2
     )
+
+
+def grid_by_rows(lanes: int, parts: int) -> Array:
+    """All (lane, part), part by part: rows of all heads lie side by side in memory."""
+    part, lane = np.meshgrid(np.arange(parts), np.arange(lanes), indexing="ij")
+    return np.stack((lane, part), -1).reshape(-1, 2)
