@@ -98,7 +98,7 @@ def test_products(name, vectors, scaled):
             machine,
             lambda module, machine, name, a_row=a_row, a_step=a_step: add_product(
                 module, machine, name, a_row=a_row, a_step=a_step, c_row=machine.panel + 2,
-                vectors=vectors, scaled=scaled, pairs=pairs, c_far=not scaled,
+                vectors=vectors, scaled=scaled, pairs=pairs, c_far=not scaled, later_step=8,
             ),
         )  # fmt: skip
         for depth in (1, 2, 15, 16, 17, 31, 32, 33, 64):
@@ -117,7 +117,7 @@ def test_products(name, vectors, scaled):
             want, width = c.copy(), vectors * machine.width
             product = np.einsum("rke,kce->rc", wide_a, wide_b)[:, :width]
             want[:, :width] = want[:, :width] * (factor[:, None] if scaled else 1) + product
-            function(a, b, c, depth, *([factor] if scaled else []))
+            function(a, b, c, depth, b, *([factor] if scaled else []))
             np.testing.assert_array_equal(c, want)
 
 

@@ -19,6 +19,7 @@ from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, 
 _PROB, _PROB_MASKED, _DSCORE = range(3)
 _BY_ROW, _BY_ROW_NARROW, _BY_COLUMN, _BY_COLUMN_NARROW = range(3, 7)
 _VALUE_BY_ROW, _VALUE_BY_ROW_NARROW, _K_ROWS, _K_COLUMNS, _V_ROWS = range(7, 12)
+_DK_ADDED, _DV_ADDED = range(12, 14)
 #: Bytes of a row of weights in fp32.
 _ROW = (SQUARE + SKEW) * 4
 
@@ -105,7 +106,7 @@ class Source(NamedTuple):
 @driver
 def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, block, scratch):  # type: ignore[no-untyped-def]
     """Add the gradients of the tiles, task by task until there are none left. A task is (KV lane,
-    part). dk and dv `[batch, keys, heads, dim]` float32, dk times `scale`."""
+    part). dk and dv, dk times `scale`: `pack.Source`s of float32, which are added to."""
     blocks = -(-(work.end - work.begin) // SQUARE)
     while True:
         task = take(base(control))
@@ -125,16 +126,10 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
             for head in range(lane * work.group, lane * work.group + work.group):
                 dq = work.dq + (part * work.lanes + head) * work.dq_rows * shape.row * 8
                 _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scratch)
-            batch, head = lane // source.k.heads, lane % source.k.heads
-            _add(dk[batch, begin:end, head], block.dk, scale)
-            _add(dv[batch, begin:end, head], block.dv, 1.0)
-
-
-@inner
-def _add(total, part, scale):  # type: ignore[no-untyped-def]
-    for row in range(total.shape[0]):
-        for d in range(total.shape[1]):
-            total[row, d] += part[row, d] * scale
+            to, stride, count = where(dk, lane, begin), dk.row_stride, end - begin
+            call(at[_DK_ADDED], (base(block.dk), to, stride, count, scale))
+            to, stride = where(dv, lane, begin), dv.row_stride
+            call(at[_DV_ADDED], (base(block.dv), to, stride, count, 1.0))
 
 
 @inner
@@ -234,9 +229,9 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
 def _add_keys(shape, wide, narrow, a, b, count, width, c, tile, q0, begin, end, b_rows):  # type: ignore[no-untyped-def]
     """dv += Pᵀ dO, or dk += dSᵀ Q: for each group of rows of keys over the queries that see it. The
     function is `wide` or, for half a panel, `narrow`; of B there are `count` panels of `b_rows`
-    rows, of C rows of `width`."""
-    each = 2 if shape.pairs else 1
-    panel_bytes = b_rows // each * shape.panel * 4
+    rows, of C rows of `width`. Each reads a part of the next panel of B ahead."""
+    each, row_bytes = 2 if shape.pairs else 1, shape.panel * 4
+    panel_bytes = b_rows // each * row_bytes
     for column in range(count):
         function = narrow if column * shape.panel + shape.panel > width else wide
         for key in range(0, end - begin, shape.rows):
@@ -245,9 +240,11 @@ def _add_keys(shape, wide, narrow, a, b, count, width, c, tile, q0, begin, end, 
             bottom, top = bottom // each, (top + each - 1) // each
             if bottom < top:
                 from_a = a + key * (_ROW // each) + bottom * 4
-                from_b = b + column * panel_bytes + (q0 // each + bottom) * shape.panel * 4
+                panel = b + column * panel_bytes
+                from_b = panel + (q0 // each + bottom) * row_bytes
                 to = c + (key * width + column * shape.panel) * 8
-                call(function, (from_a, from_b, to, top - bottom))
+                later = panel + panel_bytes + (q0 + key) // each * row_bytes
+                call(function, (from_a, from_b, to, top - bottom, later))
 
 
 @inner
@@ -278,7 +275,8 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
                 row = group * shape.rows
                 a, b = ds + bottom * _ROW + row * 4, panel + bottom * shape.panel * 4
                 c = dq + (row * shape.row + column * shape.panel) * 8
-                call(function, (a, b, c, top - bottom))
+                # K is in cache.
+                call(function, (a, b, c, top - bottom, b))
 
 
 @driver

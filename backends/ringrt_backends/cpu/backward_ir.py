@@ -8,10 +8,11 @@ from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.exact import wide
-from ringrt_backends.cpu.forward_ir import SPAN, by_halves, cap_scores, mask, store_tile
+from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.tile import product
-from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.sums import by_halves
+from ringrt_backends.cpu.tile import Ahead, next_rows, product
+from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I8, I32, I64, PTR, Body, Value
 
 
 def prob(
@@ -21,6 +22,7 @@ def prob(
     *,
     depth: int,
     p_row: int,
+    later: int,
     masked: bool,
     capped: bool,
     pairs: bool,
@@ -32,7 +34,8 @@ def prob(
     for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
-    bf16, and p and slope are panels. Large weights are computed once more; see `exact`.
+    bf16, and p and slope are panels. `later` bytes a step are read ahead. Large weights are
+    computed once more; see `exact`.
     """
     extra = SPAN if masked else {}
     body = Body(
@@ -44,7 +47,10 @@ def prob(
 
     def tile_of_weights(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
-        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        ahead = next_rows(body, a, depth), _next_panel(body, group, depth, later)
+        tile = product(
+            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
+        )  # fmt: skip
         if capped:
             cap_scores(body, tile)
             slopes = [[_slope(body, t) for t in row] for row in tile]
@@ -65,6 +71,12 @@ def prob(
         with body.build.if_then(exact.any_above(body, top, body.floats(exact.LARGE))):
             _mend(body, depth, p_row)
     body.build.ret_void()
+
+
+def _next_panel(body: Body, group: Value, depth: int, later: int) -> Ahead:
+    """This tile's part of the panel of B that follows."""
+    following = body.at(body.args["b"], depth * body.machine.panel)
+    return Ahead(body.step(following, group, depth * later, I8), later)
 
 
 def _mend(body: Body, depth: int, p_row: int) -> None:
@@ -110,6 +122,7 @@ def dscore(
     *,
     depth: int,
     p_row: int,
+    later: int,
     capped: bool,
     pairs: bool,
 ) -> None:
@@ -126,7 +139,11 @@ def dscore(
     def tile_of_gradients(group: Value, _: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
         delta = [body.load(args["delta"], v * body.width) for v in range(2)]
-        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, less=delta)
+        ahead = next_rows(body, a, depth), _next_panel(body, group, depth, later)
+        tile = product(
+            body, a, args["b"], depth,
+            a_row=depth, a_step=1, pairs=pairs, less=delta, ahead=ahead,
+        )  # fmt: skip
         factors = ["p", "slope"] if capped else ["p"]
         pointers = [body.step(args[name], group, rows * row_step) for name in factors]
         for factor in pointers:

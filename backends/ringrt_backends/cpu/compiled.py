@@ -16,7 +16,7 @@ from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt_backends.cpu import backward_ir, disk, forward_ir, mend_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.tile import add_product
+from ringrt_backends.cpu.tile import add_product, part_of_panel
 
 #: Forward: queries of a block, whose state stays in cache, and keys of a block, the longest sum
 #: in float32. Both are multiples of a tile's rows, queries of its columns too.
@@ -52,8 +52,8 @@ FORWARD = ("score", "score_masked", "soft", "values", "values_narrow", "mend",
            "k_rows", "v_columns", "q_turned", "out_rounded")  # fmt: skip
 BACKWARD = ("prob", "prob_masked", "dscore", "by_row", "by_row_narrow", "by_column",
             "by_column_narrow", "value_by_row", "value_by_row_narrow", "k_rows", "k_columns",
-            "v_rows", "q_turned", "q_columns", "dout_turned", "dout_columns",
-            "dq_rounded")  # fmt: skip
+            "v_rows", "dk_added", "dv_added", "q_turned", "q_columns", "dout_turned",
+            "dout_columns", "dq_rounded")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,7 @@ def forward_module(
         add_product(
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,
             vectors=vectors, scaled=True, pairs=pairs,
+            later_step=part_of_panel(machine, QUERIES),
         )  # fmt: skip
     return module
 
@@ -169,16 +170,19 @@ def backward_module(
     pack_ir.rows(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
     pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
+    pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row)
+    pack_ir.added(module, machine, "dv_added", dim=value_dim, row=shape.value_row)
     pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32")
-    p_row = SQUARE + SKEW
+    p_row, later = SQUARE + SKEW, part_of_panel(machine, SQUARE)
     for name, masked in (("prob", False), ("prob_masked", True)):
         backward_ir.prob(
             module, machine, name,
-            depth=shape.depth, p_row=p_row, masked=masked, capped=capped, pairs=pairs,
+            depth=shape.depth, p_row=p_row, later=later, masked=masked, capped=capped, pairs=pairs,
         )  # fmt: skip
     backward_ir.dscore(
-        module, machine, "dscore", depth=shape.value_depth, p_row=p_row, capped=capped, pairs=pairs
-    )
+        module, machine, "dscore",
+        depth=shape.value_depth, p_row=p_row, later=later, capped=capped, pairs=pairs,
+    )  # fmt: skip
     # Rows of bf16 are half as long, and a step along them is a pair.
     along = p_row // 2 if pairs else p_row
     product = partial(add_product, module, machine, pairs=pairs)
@@ -190,7 +194,10 @@ def backward_module(
         ("value_by_row", by_row, shape.value_row, False),
     ):
         for name, vectors in _widths(kind_of, machine, c_row):
-            product(name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, c_far=far)
+            product(
+                name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, c_far=far,
+                later_step=later,
+            )  # fmt: skip
     return module
 
 

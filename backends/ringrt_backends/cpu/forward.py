@@ -129,10 +129,10 @@ def _mend(shape, at, units, lane, q0, k, v, v_rows, queries, scratch):  # type: 
         key, column = scratch.marks[1 + 2 * number], scratch.marks[2 + 2 * number]
         panel = (lane * queries.panels + (q0 + column) // shape.panel) * shape.depth * shape.panel
         q, row = queries.q + (panel + column % shape.panel) * 4, lane * queries.rows + q0 + column
-        note, a, b = scratch.notes + number * scratch.note, k + key * shape.depth * 4, key * shape.panel
+        note, a, b = scratch.notes + number * scratch.note, key * shape.depth, key * shape.panel
         m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
         stride = v_rows * shape.panel
-        call(at[_MEND], (note, a, q, units.scale, m, z, y, v + b * 4, stride))
+        call(at[_MEND], (note, k + a * 4, q, units.scale, m, z, y, v + b * 4, stride))
     scratch.marks[0] = 0
 
 
@@ -171,11 +171,16 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
 
 @inner
 def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  # type: ignore[no-untyped-def]
-    """y = alpha y + P V, for each group of rows of queries over the keys that it sees."""
+    """y = alpha y + P V, for each group of rows of queries over the keys that it sees. Each reads a
+    part of the next panel of V ahead, which after the last one is the next block's first."""
     each = 2 if shape.pairs else 1
     y = queries.y + (lane * queries.rows + q0) * shape.value_row * 8
+    row_bytes = shape.panel * 4
     for column in range(shape.value_panels):
-        panel = v + column * v_rows * shape.panel * 4
+        panel = v + column * v_rows * row_bytes
+        later = panel + (v_rows + begin // each) * row_bytes
+        if column + 1 == shape.value_panels:
+            later = v + (begin + KEYS) // each * row_bytes
         narrow = column * shape.panel + shape.panel > shape.value_row
         for group in range(len(scratch.low)):
             bottom, top = max(scratch.low[group], begin), min(scratch.high[group], end)
@@ -183,12 +188,13 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
                 continue
             row, query = (bottom - begin) // each, group * shape.rows
             a = scratch.weights + row * _ROW + query * 4
-            b = panel + (begin // each + row) * shape.panel * 4
+            b = panel + (begin // each + row) * row_bytes
             c = y + (query * shape.value_row + column * shape.panel) * 8
             depth = (top - begin + each - 1) // each - row
+            part = later + group * (KEYS // each * row_bytes // len(scratch.low))
             call(
                 at[_VALUES_NARROW if narrow else _VALUES],
-                (a, b, c, depth, scratch.alpha + query * 4),
+                (a, b, c, depth, part, scratch.alpha + query * 4),
             )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.mend_ir import NOTES, note
-from ringrt_backends.cpu.tile import product
+from ringrt_backends.cpu.sums import by_halves, sums
+from ringrt_backends.cpu.tile import next_rows, product
 from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
 
 
@@ -33,9 +34,6 @@ def mask(body: Body, tile: list[list[Value]], group: Value, hidden: float) -> No
             )
             tile[r][vector] = build.select(seen, tile[r][vector], body.floats(hidden))
 
-
-#: So many weights are added up in float32.
-_FEW = 8
 
 #: What `mask` asks of a function's arguments.
 SPAN = {"first": PTR, "last": PTR, "row": I64}
@@ -61,14 +59,17 @@ def score(
 
     def tile_of_scores(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a, s = body.step(args["a"], group, rows * depth), body.step(args["s"], group, rows * s_row)
-        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        ahead = [next_rows(body, a, depth)]
+        tile = product(
+            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
+        )  # fmt: skip
         if capped:
             cap_scores(body, tile)
         if masked:
             mask(body, tile, group, -math.inf)
         store_tile(body, tile, s, s_row)
-        columns = zip(*tile, strict=True)
-        return [by_halves([*column, top], body.larger) for column, top in zip(columns, tops, strict=True)]
+        columns = zip(*tile, tops, strict=True)
+        return [by_halves(column, body.larger) for column in columns]
 
     tops = [body.load(args["top"], v * body.width) for v in range(2)]
     for v, top in enumerate(body.loop(args["groups"], tops, tile_of_scores)):
@@ -99,8 +100,8 @@ def soft(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(s, p, n, scale, top, m, z, alpha, notes, marks, key, query): the online softmax of 2
-    vectors of queries over n >= 1 rows of keys.
+    """Emit name(s, p, n, scale, top, m, z, alpha, notes, marks, key, query): the online softmax of
+    2 vectors of queries over n >= 1 rows of keys.
 
         m' = max(m, scale·top),  alpha = 2^(m − m'),  P = 2^(scale·S − m'),  z' = z·alpha + ΣP
 
@@ -119,7 +120,7 @@ def soft(
     def weigh(i: Value) -> list[Value]:
         """P of the i-th row, or pair of rows; their sums."""
         from_s = body.step(args["s"], i, (2 if pairs else 1) * s_row)
-        sums = []
+        parts = []
         for v in range(2):
             weights = []
             for at in (v * width, s_row + v * width)[: 2 if pairs else 1]:
@@ -128,52 +129,19 @@ def soft(
             if pairs:
                 to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)
-                sums.append(build.fadd(*weights))
+                parts.append(build.fadd(*weights))
             else:
                 body.store(weights[0], from_s, v * width)
-                sums.append(weights[0])
-        return sums
+                parts.append(weights[0])
+        return parts
 
-    for v, total in enumerate(_sums(body, args["n"], weigh)):
+    for v, total in enumerate(sums(body, args["n"], weigh)):
         old = body.load(args["z"], v * width, body.doubles)
         z = body.fma(old, exact.wide(body, alphas[v]), total)
         body.store(z, args["z"], v * width)
         if not (pairs or capped):
             note(body, v * width, bests[v], bases[v], s_row)
     build.ret_void()
-
-
-def _sums(body: Body, count: Value, weigh: Callable[[Value], list[Value]]) -> list[Value]:
-    """Of so many weights of two vectors, in float64; in float32 no more than a few at a time. A row
-    may have one weight that is nearly all of z, and y is right to more than what a dozen small
-    ones would lose beside it: out would be off by that, and dq by several times as much."""
-    build = body.build
-    number_of_few = build.sdiv(count, ir.Constant(I64, _FEW))
-    first = build.mul(number_of_few, ir.Constant(I64, _FEW))
-
-    def add(totals: Sequence[Value], parts: Sequence[Value]) -> list[Value]:
-        return [build.fadd(t, exact.wide(body, x)) for t, x in zip(totals, parts, strict=True)]
-
-    def few(number: Value, totals: Sequence[Value]) -> list[Value]:
-        start = build.mul(number, ir.Constant(I64, _FEW))
-        rows = [weigh(build.add(start, ir.Constant(I64, i))) for i in range(_FEW)]
-        return add(totals, [by_halves(column, build.fadd) for column in zip(*rows, strict=True)])
-
-    def one(number: Value, totals: Sequence[Value]) -> list[Value]:
-        return add(totals, weigh(build.add(first, number)))
-
-    zeros = [ir.Constant(body.doubles, [0.0] * body.width)] * 2
-    totals = body.loop(number_of_few, zeros, few, maybe_none=True)
-    return body.loop(build.sub(count, first), totals, one, maybe_none=True)
-
-
-def by_halves(values: Sequence[Value], two: Callable[[Value, Value], Value]) -> Value:
-    """All of them as one, in as few steps after one another as can be."""
-    values = list(values)
-    while len(values) > 1:
-        halves = zip(values[::2], values[1::2], strict=False)
-        values = [two(*pair) for pair in halves] + values[len(values) // 2 * 2 :]
-    return values[0]
 
 
 def _new_maximum(body: Body, at: int, scale: Value) -> tuple[Value, Value, Value]:

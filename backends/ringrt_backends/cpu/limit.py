@@ -21,7 +21,7 @@ _DEPTH, _CALLS, _SAMPLES = 128, 4000, 15
 @driver
 def _repeat(address, a, b, c, depth, count):  # type: ignore[no-untyped-def]
     for _ in range(count):
-        call(address, (base(a), base(b), base(c), depth))
+        call(address, (base(a), base(b), base(c), depth, base(b)))
 
 
 def flop_limit(machine: Machine, dtype: str) -> float | None:

@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.sums import FEW, by_halves
 from ringrt_backends.cpu.vectors import F32, F64, I64, PTR, Body, Value
 
 #: What `note` asks of a function's arguments besides the scores s, their number of rows n, and z:
@@ -26,27 +27,53 @@ NOTES = {"notes": PTR, "marks": PTR, "key": I64, "query": I64}
 
 
 def note(body: Body, at: int, best: Value, base: Value, s_row: int) -> None:
-    """Note the vectors of P, `at` floats from the beginning of its rows, with a weight that is large
-    for now. Where z is large, relative to the largest weight so far, which is 1, none is; nor
-    where that of the best score of these keys is not. `base`: the maxima, float64."""
+    """Note the vectors of P, `at` floats from the beginning of its rows, that have a weight which
+    is large for now. Where z is large, relative to the largest weight so far, which is 1, none is;
+    nor where that of the best score of these keys is not. `base`: the maxima, float64."""
     build, args = body.build, body.args
     z = body.load(args["z"], at, body.doubles)
     part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
-    few = build.fcmp_ordered("<", part, body.floats(1.0))
-    concentrated = build.and_(few, build.fcmp_ordered(">", part, body.floats(0.0)))
+    below_1 = build.fcmp_ordered("<", part, body.floats(1.0))
+    concentrated = build.and_(below_1, build.fcmp_ordered(">", part, body.floats(0.0)))
     limits = build.select(concentrated, part, body.floats(math.inf))
 
-    def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
+    few = build.sdiv(args["n"], ir.Constant(I64, FEW))
+    rest = build.mul(few, ir.Constant(I64, FEW))
+
+    def row(number: Value) -> Sequence[Value]:
         weights = body.load(body.step(args["s"], number, s_row), at)
         with build.if_then(exact.any_above(body, weights, limits)):
             _append(body, at, number, weights, build.fptrunc(base, body.vector))
+        return []
+
+    def together(number: Value, _: Sequence[Value]) -> Sequence[Value]:
+        """Rows that `sums` has added up in float32."""
+        start = build.mul(number, ir.Constant(I64, FEW))
+        rows = [build.add(start, ir.Constant(I64, i)) for i in range(FEW)]
+        weights = [body.load(body.step(args["s"], number, s_row), at) for number in rows]
+        with build.if_then(exact.any_above(body, by_halves(weights, body.larger), limits)):
+            _add_lost(body, at, weights)
+            body.loop(FEW, [], lambda i, _: row(build.add(start, i)))
         return []
 
     with build.if_then(exact.any_of(body, concentrated)):
         largest = build.fsub(exact.wide(body, best), base)
         largest = body.exp2(build.fptrunc(largest, body.vector))
         with build.if_then(exact.any_above(body, largest, limits)):
-            body.loop(args["n"], [], row)
+            body.loop(few, [], together, maybe_none=True)
+            left = build.sub(args["n"], rest)
+            body.loop(left, [], lambda i, _: row(build.add(rest, i)), maybe_none=True)
+
+
+def _add_lost(body: Body, at: int, weights: list[Value]) -> None:
+    """Small weights lose bits in a float32 sum with a large one. A row may have one weight that is
+    nearly all of z, and y is right to more than what is lost: out would be off by that, and dq
+    by many times as much, for it would no longer be that Σ dS = 0."""
+    build, z = body.build, body.args["z"]
+    lost = build.fneg(exact.wide(body, by_halves(weights, body.build.fadd)))
+    for weight in weights:
+        lost = build.fadd(lost, exact.wide(body, weight))
+    body.store(build.fadd(body.load(z, at, body.doubles), lost), z, at)
 
 
 def _append(body: Body, at: int, number: Value, weights: Value, maxima: Value) -> None:

@@ -146,6 +146,30 @@ def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: 
     build.ret_void()
 
 
+def added(module: ir.Module, machine: Machine, name: str, *, dim: int, row: int) -> None:
+    """Emit name(source, target, stride, count, factor): target += factor · source, for count >= 1
+    rows of float64, `row` elements apart, and of float32, `stride` bytes apart."""
+    body = Body(
+        module, machine, name, source=PTR, target=PTR, stride=I64, count=I64, factor=F64
+    )  # fmt: skip
+    build, args = body.build, body.args
+
+    def one(number: Value, _: Sequence[Value]) -> Sequence[Value]:
+        source = body.step(args["source"], number, row, F64)
+        target = _row(body, number, dim, "float32", args["target"])
+        for at, lanes in _cuts(dim, body.width):
+            kind = F64 if lanes == 1 else body.doubles
+            factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
+            exact = build.load(body.at(source, at, F64), align=8, typ=kind)
+            old = build.load(body.at(target, at), align=4, typ=_wide(F32, lanes))
+            new = build.fadd(build.fpext(old, kind), build.fmul(exact, factor))
+            build.store(build.fptrunc(new, _wide(F32, lanes)), body.at(target, at), align=4)
+        return []
+
+    body.loop(args["count"], [], one)
+    build.ret_void()
+
+
 _SOURCE = {"source": PTR, "stride": I64, "count": I64, "target": PTR}
 
 
@@ -156,10 +180,11 @@ def _cuts(dim: int, width: int) -> list[tuple[int, int]]:
     return vectors + [(at, 1) for at in range(whole, dim)]
 
 
-def _row(body: Body, number: Value, dim: int, dtype: str) -> Value:
-    """The address of a row of the source; one further on is prefetched."""
+def _row(body: Body, number: Value, dim: int, dtype: str, first: Value = None) -> Value:
+    """The address of a row, of the source unless the `first` one is given; one further on is
+    prefetched."""
     build, args = body.build, body.args
-    source = body.at(args["source"], build.mul(number, args["stride"]), I8)
+    source = body.at(first or args["source"], build.mul(number, args["stride"]), I8)
     ahead = build.mul(args["stride"], ir.Constant(I64, _AHEAD))
     for line in range(0, dim * _BYTES[dtype], _LINE):
         body.prefetch(body.at(source, build.add(ahead, ir.Constant(I64, line)), I8))

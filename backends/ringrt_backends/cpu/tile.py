@@ -42,7 +42,8 @@ docs/accuracy.md on real data.
 
 **Prefetching.** A block of K or V comes from the third level of the cache, or from memory, and what
 a processor foresees by itself is too little of it: a tile of scores took a third longer. So every
-step asks for some of what the next tile, or a later step, will read.
+step asks for some of what will be read later (`Ahead`): the next tile's rows of A, or a part of
+the next panel of B, such that all tiles which use one panel together read the one after it.
 
 **bf16.** With AVX512-BF16 an element of A and B is a pair of bf16, two consecutive k in 32 bits,
 and a step multiplies both. K and Q hold such pairs as they lie in memory; V, and what else is
@@ -52,16 +53,33 @@ summed over rows, is interleaved by pairs of rows when it is packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.vectors import F32, F64, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.vectors import F32, F64, I8, I32, I64, PTR, Body, Value
 
-#: Steps by which a row of B is asked for before it is needed.
-_AHEAD = 8
 #: float64 numbers of a line of the cache.
 _LINE = 8
+
+
+class Ahead(NamedTuple):
+    """What will be needed later: from an address on, so many bytes a step."""
+
+    address: Value
+    bytes_a_step: int
+
+
+def next_rows(body: Body, a: Value, depth: int) -> Ahead:
+    """The next tile's rows of A, which follow in memory."""
+    return Ahead(body.at(a, body.machine.rows * depth), 4 * body.machine.rows)
+
+
+def part_of_panel(machine: Machine, rows: int) -> int:
+    """Bytes a step if the tiles of so many rows, all together, are to read a panel of B that is as
+    deep as they are."""
+    return -(-4 * machine.panel * machine.rows // rows)
 
 
 def product(
@@ -75,22 +93,17 @@ def product(
     vectors: int = 2,
     pairs: bool = False,
     less: Sequence[Value] | None = None,
-    b_streams: bool = False,
+    ahead: Sequence[Ahead] = (),
 ) -> list[list[Value]]:
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
     elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
     from every row, one vector for each: as the totals begin with it, they stay as small as the
-    difference, and so does their rounding. `b_streams`: B is what is new to the cache; otherwise
-    A is, and its next tile follows it in memory."""
+    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile."""
     build, rows = body.build, body.machine.rows
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
-        if b_streams:
-            later = build.add(k, ir.Constant(I64, _AHEAD))
-            body.prefetch(body.step(b, later, body.machine.panel))
-        else:
-            next_tile = body.at(a, rows * a_row)
-            body.prefetch(body.step(next_tile, k, rows))
+        for what in ahead:
+            body.prefetch(body.step(what.address, k, what.bytes_a_step, I8))
         return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
@@ -229,18 +242,21 @@ def add_product(
     vectors: int,
     scaled: bool = False,
     c_far: bool = False,
+    later_step: int = 0,
     pairs: bool = False,
 ) -> None:
-    """Emit name(a, b, c, depth[, factor]): C += A·B, or C = factor[r]·C + A·B row by row, with C
-    in float64 and its row stride `c_row`. `c_far`: C is not in cache."""
+    """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
+    with C in float64 and its row stride `c_row`. `c_far`: C is not in cache. What will be needed
+    later is read into it from the address `later` on, `later_step` bytes a step."""
     extra = {"factor": PTR} if scaled else {}
-    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, **extra)
+    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
     if c_far:
         _prefetch_rows(body, c, machine.rows, c_row, vectors)
     sums = product(
         body, a, b, depth,
-        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, b_streams=True,
+        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
+        ahead=[Ahead(body.args["later"], later_step)],
     )  # fmt: skip
     for row, parts in enumerate(sums):
         factor = body.at(body.args["factor"], row) if scaled else None

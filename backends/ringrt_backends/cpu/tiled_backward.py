@@ -156,11 +156,15 @@ class TiledBackward:
         orders = grads.orders.ctypes.data, grads.v_orders.ctypes.data
         limits = np.float32(score_limit(grads.problem)), np.float32(ORDINARY)
         source = Source(k_source, v_source, *orders, *limits)
+        (dk_to, dk_whole), (dv_to, dv_whole) = source_of(dk), source_of(dv)
         self._workers.drive(
             backward.absorb, grid(k.shape[0] * k.shape[2], work.parts), grads.code.shape,
             grads.code.addresses, grads.units, float(grads.problem.scale), work, grads.packed,
-            source, dk, dv, own=grads.own,
+            source, dk_to, dv_to, own=grads.own,
         )  # fmt: skip
+        for total, whole in ((dk, dk_whole), (dv, dv_whole)):
+            if whole is not total:  # their elements are not side by side
+                total[...] = whole
 
     def _pack(
         self,
@@ -182,8 +186,9 @@ class TiledBackward:
         source, x = source_of(x)
         group = lanes // max(1, len(orders))
         self._workers.drive(
-            pack.pack_queries, grid_by_rows(*peaks.shape), code.at(f"{name}_turned", f"{name}_columns"),
-            source, orders, group, x.shape[1], flip, SQUARE, turned,
+            pack.pack_queries, grid_by_rows(*peaks.shape),
+            code.at(f"{name}_turned", f"{name}_columns"), source, orders, group, x.shape[1],
+            flip, SQUARE, turned,
             Panels(columns.ctypes.data, *columns.shape[1:]), peaks,
         )  # fmt: skip
         return turned, columns, peaks

@@ -149,9 +149,9 @@ class TiledForward:
         out = np.empty((batch, rows, problem.q_heads, problem.value_dim), state.q.dtype)
         lse = np.empty((lanes, rows), np.float32)
         self._workers.drive(
-            forward.finish, grid_by_rows(lanes, -(-rows // QUERIES)), state.code.shape, state.units.unit,
-            state.code.at("out_rounded")[0], rows, softmax.m, softmax.z, state.queries,
-            problem.q_heads, out.ctypes.data, problem.value_dim * out.itemsize, lse,
+            forward.finish, grid_by_rows(lanes, -(-rows // QUERIES)), state.code.shape,
+            state.units.unit, state.code.at("out_rounded")[0], rows, softmax.m, softmax.z,
+            state.queries, problem.q_heads, out.ctypes.data, problem.value_dim * out.itemsize, lse,
         )  # fmt: skip
         return out, lse.reshape(batch, problem.q_heads, rows)
 
@@ -195,9 +195,9 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     many = 2 * KEYS * QUERIES // (shape.panel // 2)
     notes, marks = zeros((many, shape.panel), np.float32), np.zeros(1 + 2 * many, np.int64)
     held = [scores, weights, top, alpha, notes]
-    spans = spans_of(QUERIES, shape)
-    at = [x.ctypes.data for x in held]
-    return Scratch(*at, notes.strides[0], marks, *spans), held
+    first, last, low, high = spans_of(QUERIES, shape)
+    at, size = [x.ctypes.data for x in held], notes.strides[0]
+    return Scratch(at[0], at[1], at[2], at[3], at[4], size, marks, first, last, low, high), held
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:
