@@ -1,10 +1,10 @@
-"""What the multiply-add units of one core can do: the register tile by itself, its operands in the
-first-level cache."""
+"""What the multiply-add units of one core can do: the steps of the register tile by themselves, its
+operands in the first-level cache."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 from llvmlite import ir
@@ -12,16 +12,19 @@ from llvmlite import ir
 from ringrt_backends.cpu.calls import base, call, driver
 from ringrt_backends.cpu.compiled import compile_module, shape_of
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.tile import add_product
+from ringrt_backends.cpu.memory import zeros
+from ringrt_backends.cpu.tile import multiply
+from ringrt_backends.cpu.vectors import I64, PTR, Body, Value
 
-#: Steps of a tile, calls of a sample, and samples, of which the fastest counts.
-_DEPTH, _CALLS, _SAMPLES = 128, 4000, 15
+#: Steps until the operands are used again, and steps of a call; calls of a sample, and samples, of
+#: which the fastest counts.
+_DEPTH, _STEPS, _CALLS, _SAMPLES = 128, 8192, 60, 15
 
 
 @driver
-def _repeat(address, a, b, c, depth, count):  # type: ignore[no-untyped-def]
+def _repeat(address, a, b, c, steps, count):  # type: ignore[no-untyped-def]
     for _ in range(count):
-        call(address, (base(a), base(b), base(c), depth, base(b)))
+        call(address, (base(a), base(b), base(c), steps))
 
 
 def flop_limit(machine: Machine, dtype: str) -> float | None:
@@ -30,20 +33,31 @@ def flop_limit(machine: Machine, dtype: str) -> float | None:
     if dtype != "float32" and not pairs:
         return None
     module = ir.Module()
-    plain = replace(machine, chunk=None)
-    add_product(
-        module, plain, "tile", a_row=_DEPTH, a_step=1, c_row=plain.panel, vectors=2, pairs=pairs
-    )
-    code = compile_module(module, plain, shape_of(plain, 1, 1, pairs), ("tile",))
-    a = np.zeros((plain.rows, _DEPTH), np.uint32)
-    b = np.zeros((_DEPTH, plain.panel), np.uint32)
-    c = np.zeros((plain.rows, plain.panel))
-    arguments = code.addresses[0], a, b, c, _DEPTH
-    _repeat(*arguments, 10)
+    _emit(module, machine, "tile", pairs)
+    code = compile_module(module, machine, shape_of(machine, 1, 1, pairs), ("tile",))
+    a, b = (zeros(shape, np.uint32) for shape in ((machine.rows, _DEPTH), (_DEPTH, machine.panel)))
+    arguments = code.addresses[0], a, b, zeros((machine.rows, machine.panel), np.float32), _STEPS
+    _repeat(*arguments, 2)
     times = []
     for _ in range(_SAMPLES):
         begun = time.perf_counter()
         _repeat(*arguments, _CALLS)
         times.append(time.perf_counter() - begun)
-    terms = plain.rows * plain.panel * _DEPTH * (2 if pairs else 1)
+    terms = machine.rows * machine.panel * _STEPS * (2 if pairs else 1)
     return 2 * terms * _CALLS / min(times)
+
+
+def _emit(module: ir.Module, machine: Machine, name: str, pairs: bool) -> None:
+    """Emit name(a, b, c, steps): C = the sum of so many steps, over the same `_DEPTH` of A and B
+    again and again."""
+    body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, steps=I64)
+    a, b, c, steps = (body.args[key] for key in ("a", "b", "c", "steps"))
+
+    def step(number: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        k = body.build.and_(number, ir.Constant(I64, _DEPTH - 1))
+        return multiply(body, a, b, k, sums, _DEPTH, 1, 2, pairs)
+
+    sums = [body.floats(0.0)] * (2 * machine.rows)
+    for number, total in enumerate(body.loop(steps, sums, step)):
+        body.store(total, c, number * machine.width)
+    body.build.ret_void()

@@ -104,7 +104,7 @@ def product(
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
         for what in ahead:
             body.prefetch(body.step(what.address, k, what.bytes_a_step, I8))
-        return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
+        return multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
     totals = [build.fneg(x) for x in less] * rows if less else zeros
@@ -201,7 +201,7 @@ class _Totals:
         return [body.build.fadd(total, part) for total, part in zip(totals, parts, strict=True)]
 
 
-def _multiply(
+def multiply(
     body: Body,
     a: Value,
     b: Value,
