@@ -310,3 +310,26 @@ def test_machines_compute_alike():
     for other in results[1:]:
         np.testing.assert_allclose(other, results[0], rtol=0, atol=2e-6)
     assert replace(MACHINES["8"], rows=6) == MACHINES["8"]
+
+
+@pytest.mark.parametrize("name", ["8", "16"])
+def test_gradients_are_added_wherever_their_elements_lie(name):
+    """dk and dv with heads, or elements, that are not side by side; what is there stays."""
+    case = CASE.causal()
+    arrays, problem = case.arrays(), case.problem
+    out, lse = expected(case)
+    _, *want = expected_gradients(case)
+    made = cpu(MACHINES[name])
+    made.prepare(problem)
+    rows = lse.astype(np.float32), delta_of(arrays, out).astype(np.float32)
+    ((_, tiles),) = case.shards()
+    for axes in ((0, 2, 1, 3), (3, 0, 2, 1), (0, 1, 2, 3)):
+        back = np.argsort(axes)
+        totals = [
+            np.full([x.shape[axis] for axis in axes], 3, np.float32).transpose(back)
+            for x in (arrays.k, arrays.v)
+        ]
+        grads = made.begin_backward(arrays.q, arrays.dout, *rows, problem)
+        made.accumulate_backward(grads, arrays.k, arrays.v, *totals, tiles)
+        assert_gradients([total - 3 for total in totals], want)
+    made.close()

@@ -161,3 +161,18 @@ def test_rounding(name, dtype, dim):
         with np.errstate(over="ignore"):
             want = (row * 0.5).astype(np.float32).astype(numpy_dtype(dtype))
         np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dim", [1, 3, 8, 17, 40])
+def test_rows_of_float64_are_added_to_those_of_float32(name, dim):
+    """Rows of one head among those of others, which stay as they are."""
+    machine, rng = machine_of(name), np.random.default_rng(dim)
+    row = -(-dim // machine.width) * machine.width
+    added = Function(machine, lambda *module: pack_ir.added(*module, dim=dim, row=row))
+    source = rng.standard_normal((9, row))
+    target = rng.standard_normal((9, 3, dim)).astype(np.float32)
+    want = target.copy()
+    want[:7, 1] = want[:7, 1].astype(float) + 0.3 * source[:7, :dim]
+    added(source, target[:, 1], target.strides[0], 7, 0.3)
+    np.testing.assert_allclose(target, want, rtol=1.2e-7)

@@ -1,0 +1,145 @@
+"""Large weights: noted, mended when the keys are through, and z beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cpu_support import CASE, Function, cpu, forward, machine_of, pieces_of, seen_by
+
+import oracle
+from ringrt_backends.cpu import compiled, disk, exact, forward_ir, mend_ir
+from ringrt_backends.cpu.compiled import KEYS
+from ringrt_backends.cpu.sums import FEW, sums
+from ringrt_backends.cpu.vectors import I64, PTR, Body
+
+WIDTHS = ["4", "8", "8-low", "16"]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("dim", [1, 3, 4, 21])
+def test_a_note_s_large_weights_become_exact(name, dim):
+    """However wrong the noted ones were: z and y change by what is missing, in the lanes whose
+    weight is large, at the maxima of now."""
+    machine, rng = machine_of(name), np.random.default_rng(dim)
+    width, value_row, stride = machine.width, 3 * machine.width, 5 * machine.panel
+    mend = Function(machine, lambda *m: mend_ir.mend(*m, depth=dim, value_row=value_row))
+    k = rng.standard_normal(dim).astype(np.float32)
+    q = rng.standard_normal((dim, machine.panel)).astype(np.float32)
+    noted = rng.standard_normal(width).astype(np.float32)
+    m = noted + rng.integers(0, 2, width)
+    z = np.where(np.arange(width) % 3 == 0, 1e4, rng.uniform(1, 2, width))
+    y = rng.standard_normal((width, value_row))
+    v = rng.standard_normal((2, stride)).astype(np.float32)
+    old = rng.uniform(0.2, 0.9, width).astype(np.float32)
+    old[1] = 0  # masked: it was no weight
+    scale = np.float32(0.3)
+    since = np.exp2(noted - m)
+    exact = np.exp2(float(scale) * (k.astype(float) @ q[:, :width]) - noted)
+    change = np.where(old * since > z / 32, (exact - old) * since, 0)
+    values = np.concatenate((v[0, : machine.panel], v[1, :width])).astype(float)
+    want_z, want_y = z + change, y + change[:, None] * values
+    assert (change != 0).any()
+    assert (change == 0).any()
+    note = np.concatenate((old, noted))
+    mend(note, k, q, scale, m, z, y, v, stride)
+    np.testing.assert_allclose(z, want_z, rtol=1e-6)
+    np.testing.assert_allclose(y, want_y, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("count", [1, FEW - 1, FEW, FEW + 1, 5 * FEW + 3])
+def test_sums_of_weights(name, count):
+    machine = machine_of(name)
+
+    def emit(module, machine, name):
+        body = Body(module, machine, name, x=PTR, n=I64, y=PTR)
+        x = body.args["x"]
+        totals = sums(
+            body, body.args["n"],
+            lambda i: [body.load(body.step(x, i, machine.panel), v * machine.width) for v in (0, 1)],
+        )  # fmt: skip
+        for v, total in enumerate(totals):
+            body.store(total, body.args["y"], v * machine.width)
+        body.build.ret_void()
+
+    x = np.random.default_rng(count).integers(0, 99, (count, machine.panel)).astype(np.float32)
+    y = np.zeros(machine.panel)
+    Function(machine, emit)(x, count, y)
+    np.testing.assert_array_equal(y, x.sum(axis=0, dtype=float))
+
+
+@pytest.fixture
+def crude(monkeypatch):
+    """Weights that are off by some thousandths, until they are mended."""
+    monkeypatch.setattr(forward_ir, "EXP2", (0.2402, 0.6931, 1.0))
+    monkeypatch.setattr(disk, "load", lambda key: None)
+    monkeypatch.setattr(disk, "store", lambda key, binary: None)
+    compiled.forward_code.cache_clear()
+    yield
+    compiled.forward_code.cache_clear()
+
+
+def error_of(name, case, arrays):
+    """The largest of out."""
+    made = cpu(machine_of(name))
+    seen = seen_by(pieces_of(case), case.rows, case.keys)
+    want, _ = oracle.attention(arrays.q, arrays.k, arrays.v, seen=seen, scale=case.problem.scale)
+    error = abs(forward(made, case, arrays)[0] - want).max()
+    made.close()
+    return error
+
+
+def few_keys():
+    """12 keys a row, or fewer, of like weights."""
+    case = CASE.but(batch=2, rows=230, keys=230).banded(0, 11)
+    arrays = case.arrays()
+    arrays.q[...] *= 0.1
+    return case, arrays
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_all_weights_of_rows_with_few_keys_are_mended(crude, name):
+    """In every block of queries, panel and row, of every head and batch."""
+    assert error_of(name, *few_keys()) < 2e-6
+
+
+def test_without_mending_the_test_before_fails(crude, monkeypatch):
+    """Where all are taken for small."""
+    monkeypatch.setattr(exact, "LARGE", 10.0)
+    assert error_of("8", *few_keys()) > 1e-4
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_more_notes_than_there_is_room_for(crude, name):
+    """Every key has a large weight for a sixteenth of the queries, and those of a block are larger
+    than all before: all are noted, and some must be mended before the end."""
+    dim, blocks = 16, 7
+    case = CASE.but(q_heads=1, kv_heads=1, head_dim=dim, rows=96, keys=blocks * KEYS)
+    arrays, key = case.arrays(), np.arange(case.keys)
+    unlike = np.random.default_rng(0).uniform(0, 0.25, case.keys)
+    arrays.q[0, :, 0] = 8 * np.eye(dim)[np.arange(case.rows) % dim]
+    arrays.k[0, :, 0] = (7.5 * (1 + key // KEYS) - unlike)[:, None] * np.eye(dim)[key % dim]
+    assert error_of(name, case, arrays) < 2e-6
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("rows", [FEW + 3, 5 * FEW])
+def test_small_weights_beside_a_large_one_are_not_lost(name, rows):
+    """One weight of 1, and others of 2^-26, of which a float32 sum with the large one has none: z
+    has them all."""
+    machine, large = machine_of(name), FEW - 2
+    soft = Function(
+        machine,
+        lambda *module: forward_ir.soft(*module, s_row=machine.panel, capped=False, pairs=False),
+    )
+    s = np.full((rows, machine.panel), -26, np.float32)
+    s[large] = 0
+    top, alpha = np.zeros(machine.panel, np.float32), np.zeros(machine.panel, np.float32)
+    m, z = np.full(machine.panel, -np.inf), np.zeros(machine.panel)
+    notes, marks = np.zeros((rows, 2, 2 * machine.width), np.float32), np.zeros(99, np.int64)
+    soft(s, s, rows, np.float32(1), top, m, z, alpha, notes, marks, 1000, 50)
+    np.testing.assert_array_equal(z, 1 + (rows - 1) * 2.0**-26)
+    assert marks[0] == 2
+    keys_and_queries = [1000 + large, 50, 1000 + large, 50 + machine.width]
+    np.testing.assert_array_equal(marks[1:5], keys_and_queries)
+    np.testing.assert_array_equal(notes[0, :, : machine.width].ravel()[: machine.width], 1)
