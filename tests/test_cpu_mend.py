@@ -34,8 +34,8 @@ def test_a_note_s_large_weights_become_exact(name, dim):
     old[1] = 0  # masked: it was no weight
     scale = np.float32(0.3)
     since = np.exp2(noted - m)
-    exact = np.exp2(float(scale) * (k.astype(float) @ q[:, :width]) - noted)
-    change = np.where(old * since > z / 32, (exact - old) * since, 0)
+    new = np.exp2(float(scale) * (k.astype(float) @ q[:, :width]) - noted)
+    change = np.where(old * since > z * exact.LARGE, (new - old) * since, 0)
     values = np.concatenate((v[0, : machine.panel], v[1, :width])).astype(float)
     want_z, want_y = z + change, y + change[:, None] * values
     assert (change != 0).any()

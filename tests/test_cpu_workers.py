@@ -165,7 +165,9 @@ def long_pass(made, pass_, length=60_000):
 
 
 _INTERRUPTED = """
-import sys, threading, time
+import signal, sys, threading, time
+# A process in the background of a shell is started such that it ignores this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, "tests")
 from cpu_support import MACHINES, cpu
 from test_cpu_workers import long_pass

@@ -16,9 +16,9 @@ from llvmlite import ir
 
 from ringrt_backends.cpu.vectors import F32, I1, I64, Body, Value
 
-#: From this part of a row's sum on a weight is large: a row has 32 of them at most. It is the same
+#: From this part of a row's sum on a weight is large: a row has 64 of them at most. It is the same
 #: in both passes, for the same weights must be exact in both.
-LARGE = 1 / 32
+LARGE = 1 / 64
 
 #: Sums of a product, for each waits for the one before it.
 _AT_ONCE = 4
