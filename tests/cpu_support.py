@@ -33,7 +33,7 @@ MACHINES = {
     "4": vectors(4, rows=12, chunk=16),
     "8": vectors(8, rows=6, chunk=16, registers=16),
     "8-low": vectors(8, rows=4, chunk=1),
-    "16": vectors(16, rows=12, chunk=None),
+    "16": vectors(16, rows=12, chunk=8),
 }
 PAIRS = emulated_pairs()
 

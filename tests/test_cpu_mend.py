@@ -7,7 +7,7 @@ import pytest
 from cpu_support import CASE, Function, cpu, forward, machine_of, pieces_of, seen_by
 
 import oracle
-from ringrt_backends.cpu import compiled, disk, exact, forward_ir, mend_ir
+from ringrt_backends.cpu import compiled, disk, exact, forward_ir, mend_ir, tile
 from ringrt_backends.cpu.compiled import KEYS
 from ringrt_backends.cpu.sums import FEW, sums
 from ringrt_backends.cpu.vectors import I64, PTR, Body
@@ -70,8 +70,13 @@ def test_sums_of_weights(name, count):
 
 @pytest.fixture
 def crude(monkeypatch):
-    """Weights that are off by some thousandths, until they are mended."""
-    monkeypatch.setattr(forward_ir, "EXP2", (0.2402, 0.6931, 1.0))
+    """Scores that are off by a hundredth, and so are weights until they are mended."""
+
+    def product(body, *operands, **how):
+        rows = tile.product(body, *operands, **how)
+        return [[body.build.fmul(x, body.floats(1.01)) for x in row] for row in rows]
+
+    monkeypatch.setattr(forward_ir, "product", product)
     monkeypatch.setattr(disk, "load", lambda key: None)
     monkeypatch.setattr(disk, "store", lambda key, binary: None)
     compiled.forward_code.cache_clear()
@@ -118,7 +123,7 @@ def test_more_notes_than_there_is_room_for(crude, name):
     arrays, key = case.arrays(), np.arange(case.keys)
     unlike = np.random.default_rng(0).uniform(0, 0.25, case.keys)
     arrays.q[0, :, 0] = 8 * np.eye(dim)[np.arange(case.rows) % dim]
-    arrays.k[0, :, 0] = (7.5 * (1 + key // KEYS) - unlike)[:, None] * np.eye(dim)[key % dim]
+    arrays.k[0, :, 0] = (25 * (1 + key // KEYS) - unlike)[:, None] * np.eye(dim)[key % dim]
     assert error_of(name, case, arrays) < 2e-6
 
 

@@ -261,22 +261,24 @@ def _rows_that_see(tile, q0, begin, end):  # type: ignore[no-untyped-def]
 
 @inner
 def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untyped-def]
-    """dq += dS K, for each group of rows of queries over the keys that it sees."""
-    each = 2 if shape.pairs else 1
+    """dq += dS K, for each group of rows of queries over the keys that it sees. Each reads a part
+    of the next panel of K ahead."""
+    each, row_bytes = 2 if shape.pairs else 1, shape.panel * 4
+    panel_bytes = block.k_columns.rows * row_bytes
     ds = scratch.by_key if shape.pairs else scratch.ds
     for column in range(shape.panels):
         narrow = column * shape.panel + shape.panel > shape.row
         function = at[_BY_COLUMN_NARROW if narrow else _BY_COLUMN]
-        panel = block.k_columns.address + column * block.k_columns.rows * shape.panel * 4
+        panel = block.k_columns.address + column * panel_bytes
         for group in range(len(scratch.low)):
             bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)
             bottom, top = bottom // each, (top + each - 1) // each
             if bottom < top:
                 row = group * shape.rows
-                a, b = ds + bottom * _ROW + row * 4, panel + bottom * shape.panel * 4
+                a, b = ds + bottom * _ROW + row * 4, panel + bottom * row_bytes
                 c = dq + (row * shape.row + column * shape.panel) * 8
-                # K is in cache.
-                call(function, (a, b, c, top - bottom, b))
+                later = panel + panel_bytes + row // each * row_bytes
+                call(function, (a, b, c, top - bottom, later))
 
 
 @driver

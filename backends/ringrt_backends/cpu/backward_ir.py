@@ -12,7 +12,7 @@ from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.sums import by_halves
 from ringrt_backends.cpu.tile import Ahead, next_rows, product
-from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I8, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.vectors import F32, I8, I32, I64, PTR, Body, Value
 
 
 def prob(
@@ -55,7 +55,7 @@ def prob(
             cap_scores(body, tile)
             slopes = [[_slope(body, t) for t in row] for row in tile]
             store_tile(body, slopes, body.step(args["slope"], group, rows * row_step), row_step)
-        _weights(body, tile, EXP2_SHORT if pairs else EXP2)
+        _weights(body, tile, pairs)
         if masked:
             mask(body, tile, group, 0.0)
         store_tile(body, tile, body.step(args["p"], group, rows * row_step), row_step)
@@ -103,7 +103,7 @@ def _slope(body: Body, t: Value) -> Value:
     return body.fma(body.build.fneg(t), t, body.floats(1.0))
 
 
-def _weights(body: Body, tile: list[list[Value]], powers: Sequence[float]) -> None:
+def _weights(body: Body, tile: list[list[Value]], short: bool) -> None:
     """2^(scale·x − lse − rest) in place of x."""
     build, args = body.build, body.args
     scale = body.splat(args["scale"])
@@ -112,7 +112,7 @@ def _weights(body: Body, tile: list[list[Value]], powers: Sequence[float]) -> No
         rest = body.load(args["rest"], v * body.width)
         for row in tile:
             x = build.fsub(body.fma(row[v], scale, minus), rest)
-            row[v] = body.exp2(x, powers)
+            row[v] = body.exp2(x, short=short)
 
 
 def dscore(

@@ -14,14 +14,11 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ringrt_backends.cpu.vectors import F32, I1, I64, Body, Value
+from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
 #: From this part of a row's sum on a weight is large: a row has 64 of them at most. It is the same
 #: in both passes, for the same weights must be exact in both.
 LARGE = 1 / 64
-
-#: Sums of a product, for each waits for the one before it.
-_AT_ONCE = 4
 
 
 def any_above(body: Body, weights: Value, limits: Value) -> Value:
@@ -39,27 +36,13 @@ def weights(body: Body, a: Value, b: Value, at: int, depth: int, less: Sequence[
     the exponent in float64; scale is an argument of the function."""
     build = body.build
 
-    def terms(first: Value, sums: Sequence[Value]) -> list[Value]:
-        """One term more for each of the sums."""
-        more = []
-        for number, total in enumerate(sums):
-            k = build.add(first, ir.Constant(I64, number))
-            column = wide(body, body.load(body.step(b, k, body.machine.panel), at))
-            scalar = build.load(body.at(a, k), align=4, typ=F32)
-            more.append(body.fma(column, wide(body, body.splat(scalar)), total))
-        return more
+    def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        column = wide(body, body.load(body.step(b, k, body.machine.panel), at))
+        scalar = build.load(body.at(a, k), align=4, typ=F32)
+        return [body.fma(column, wide(body, body.splat(scalar)), sums[0])]
 
-    def step(number: Value, sums: Sequence[Value]) -> list[Value]:
-        return terms(build.mul(number, ir.Constant(I64, _AT_ONCE)), sums)
-
-    whole, rest = divmod(depth, _AT_ONCE)
-    sums = [ir.Constant(body.doubles, [0.0] * body.width)] * _AT_ONCE
-    if whole:
-        sums = body.loop(whole, sums, step)
-    sums = [*terms(ir.Constant(I64, depth - rest), sums[:rest]), *sums[rest:]]
-    product = sums[0]
-    for total in sums[1:]:
-        product = build.fadd(product, total)
+    zero = ir.Constant(body.doubles, [0.0] * body.width)
+    product = body.loop(depth, [zero], step)[0]
     x = build.fmul(product, wide(body, body.splat(body.args["scale"])))
     for term in less:
         x = build.fsub(x, term)

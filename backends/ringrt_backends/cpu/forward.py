@@ -50,7 +50,7 @@ class Queries(NamedTuple):
 
 class Scratch(NamedTuple):
     """Of one thread: addresses of scores `[keys + a tile, row]`, weights likewise (the same for
-    fp32), a panel's running maximum and a block's alpha, float32, and notes, of `note` bytes each
+    fp32), a panel's running maximum and a block's alpha, float32, and notes, of `note_bytes` each
     (see `mend_ir`); marks of these, int64; the spans of a block's queries int32, and their unions
     over groups of rows."""
 
@@ -59,7 +59,7 @@ class Scratch(NamedTuple):
     top: int
     alpha: int
     notes: int
-    note: int
+    note_bytes: int
     marks: Any
     first: Any
     last: Any
@@ -129,10 +129,11 @@ def _mend(shape, at, units, lane, q0, k, v, v_rows, queries, scratch):  # type: 
         key, column = scratch.marks[1 + 2 * number], scratch.marks[2 + 2 * number]
         panel = (lane * queries.panels + (q0 + column) // shape.panel) * shape.depth * shape.panel
         q, row = queries.q + (panel + column % shape.panel) * 4, lane * queries.rows + q0 + column
-        note, a, b = scratch.notes + number * scratch.note, key * shape.depth, key * shape.panel
+        note = scratch.notes + number * scratch.note_bytes
+        a, b = k + key * shape.depth * 4, v + key * shape.panel * 4
         m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
         stride = v_rows * shape.panel
-        call(at[_MEND], (note, k + a * 4, q, units.scale, m, z, y, v + b * 4, stride))
+        call(at[_MEND], (note, a, q, units.scale, m, z, y, b, stride))
     scratch.marks[0] = 0
 
 

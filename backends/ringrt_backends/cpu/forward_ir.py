@@ -12,7 +12,7 @@ from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.mend_ir import NOTES, note
 from ringrt_backends.cpu.sums import by_halves, sums
 from ringrt_backends.cpu.tile import next_rows, product
-from ringrt_backends.cpu.vectors import EXP2, EXP2_SHORT, F32, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.vectors import F32, I32, I64, PTR, Body, Value
 
 
 def mask(body: Body, tile: list[list[Value]], group: Value, hidden: float) -> None:
@@ -125,7 +125,7 @@ def soft(
             weights = []
             for at in (v * width, s_row + v * width)[: 2 if pairs else 1]:
                 x = body.fma(body.load(from_s, at), scale, minus[v])
-                weights.append(body.exp2(x, EXP2_SHORT if pairs else EXP2))
+                weights.append(body.exp2(x, short=pairs))
             if pairs:
                 to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)

@@ -136,13 +136,6 @@ def units_of(problem: Problem) -> Units:
 
 
 def grid(lanes: int, parts: int) -> Array:
-    """All (lane, part), lane by lane."""
-    return np.stack(np.meshgrid(np.arange(lanes), np.arange(parts), indexing="ij"), -1).reshape(
-        -1, 2
-    )
-
-
-def grid_by_rows(lanes: int, parts: int) -> Array:
     """All (lane, part), part by part: rows of all heads lie side by side in memory."""
     part, lane = np.meshgrid(np.arange(parts), np.arange(lanes), indexing="ij")
     return np.stack((lane, part), -1).reshape(-1, 2)

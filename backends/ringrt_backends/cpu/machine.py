@@ -21,7 +21,7 @@ _NAMED = {"avx512f", "avx512bf16", "avx2", "neon"}
 class Machine:
     """A register tile is `rows` by 2·`width` floats: two vectors a row. `features` is what LLVM
     may use, in its own words. `chunk`: terms that a register adds up before it is added to a
-    total; None: all of them. `registers`: how many vectors they hold. `scalef`: AVX-512's
+    total. `registers`: how many vectors they hold. `scalef`: AVX-512's
     vreduceps and vscalefps. `pairs`: how pairs of bf16 are multiplied: "native", by instructions
     of their own; "emulated", by others in their place (slow: for tests on machines without); or
     "", not at all: they are widened to fp32 first."""
@@ -31,7 +31,7 @@ class Machine:
     cpu: str
     features: str
     rows: int = 6
-    chunk: int | None = 12
+    chunk: int = 12
     registers: int = 32
     scalef: bool = False
     pairs: str = ""

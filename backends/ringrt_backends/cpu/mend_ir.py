@@ -92,9 +92,9 @@ def _append(body: Body, at: int, number: Value, weights: Value, maxima: Value) -
 def mend(module: ir.Module, machine: Machine, name: str, *, depth: int, value_row: int) -> None:
     """Emit name(note, k, q, scale, m, z, y, v, v_stride): of a note's weights, those that are
     large now are computed once more, from the row `k` of operand A and the vector of a panel of
-    operand B that begins at `q`; z and the rows of y, of `value_row` float64, change by the
-    difference. `v` is the key's row in the first panel of V, and the next one's is `v_stride`
-    floats on. The note is lost."""
+    operand B that begins at `q`; z and the rows of y change by the difference. m, z and y, rows of
+    `value_row`, are float64. `v` is the key's row in the first panel of V, and the next one's is
+    `v_stride` floats on. The note is lost."""
     pointers = {key: PTR for key in ("m", "z", "y", "v")}
     body = Body(
         module, machine, name, note=PTR, k=PTR, q=PTR, scale=F32, **pointers, v_stride=I64

@@ -37,7 +37,7 @@ def rows(
     depth = dim // 2 if pairs else dim
 
     def row(number: Value, tops: Sequence[Value]) -> Sequence[Value]:
-        source = _row(body, number, dim, dtype)
+        source = _row(body, args["source"], number, dim, dtype)
         target = body.step(args["target"], number, depth, I32)
 
         def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
@@ -68,7 +68,8 @@ def columns(
     def some(number: Value, tops: Sequence[Value], there: int) -> Sequence[Value]:
         first = build.mul(number, ir.Constant(I64, each))
         sources = [
-            _row(body, build.add(first, ir.Constant(I64, r)), dim, dtype) for r in range(there)
+            _row(body, args["source"], build.add(first, ir.Constant(I64, r)), dim, dtype)
+            for r in range(there)
         ]
         target = body.step(args["target"], number, machine.panel, I32)
         for at in range(0, dim, body.width):
@@ -156,7 +157,7 @@ def added(module: ir.Module, machine: Machine, name: str, *, dim: int, row: int)
 
     def one(number: Value, _: Sequence[Value]) -> Sequence[Value]:
         source = body.step(args["source"], number, row, F64)
-        target = _row(body, number, dim, "float32", args["target"])
+        target = _row(body, args["target"], number, dim, "float32")
         for at, lanes in _cuts(dim, body.width):
             kind = F64 if lanes == 1 else body.doubles
             factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
@@ -180,11 +181,10 @@ def _cuts(dim: int, width: int) -> list[tuple[int, int]]:
     return vectors + [(at, 1) for at in range(whole, dim)]
 
 
-def _row(body: Body, number: Value, dim: int, dtype: str, first: Value = None) -> Value:
-    """The address of a row, of the source unless the `first` one is given; one further on is
-    prefetched."""
+def _row(body: Body, first: Value, number: Value, dim: int, dtype: str) -> Value:
+    """The address of a row, `number` strides after the first; one further on is prefetched."""
     build, args = body.build, body.args
-    source = body.at(first or args["source"], build.mul(number, args["stride"]), I8)
+    source = body.at(first, build.mul(number, args["stride"]), I8)
     ahead = build.mul(args["stride"], ir.Constant(I64, _AHEAD))
     for line in range(0, dim * _BYTES[dtype], _LINE):
         body.prefetch(body.at(source, build.add(ahead, ir.Constant(I64, line)), I8))

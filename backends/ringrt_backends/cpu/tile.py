@@ -128,8 +128,6 @@ def in_chunks(
     after the last whole chunk are a loop."""
     build, size, width = body.build, body.machine.chunk, len(totals)
     kept, zeros = _Totals(body, totals), [body.floats(0.0)] * len(totals)
-    if size is None:
-        return kept.with_(body.loop(count, zeros, step))
 
     def chunk(number: Value, carried: Sequence[Value]) -> Sequence[Value]:
         kept.carried = list(carried[width:])
@@ -162,7 +160,7 @@ def _in_turns(
     body: Body, start: Value, terms: int, sums: Sequence[Value], kept: _Totals, step: Step
 ) -> list[Value]:
     """The sums, each of the terms since its turn."""
-    size, width = body.machine.chunk or 1, len(sums)
+    size, width = body.machine.chunk, len(sums)
     for number in range(terms):
         sums = list(step(body.build.add(start, ir.Constant(I64, number)), sums))
         for turn in range(number * width // size, (number + 1) * width // size):
@@ -240,14 +238,14 @@ def add_product(
     a_step: int,
     c_row: int,
     vectors: int,
+    later_step: int,
     scaled: bool = False,
     c_far: bool = False,
-    later_step: int = 0,
     pairs: bool = False,
 ) -> None:
     """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
-    with C in float64 and its row stride `c_row`. `c_far`: C is not in cache. What will be needed
-    later is read into it from the address `later` on, `later_step` bytes a step."""
+    with C in float64, its row stride `c_row`, and factor in float32. `c_far`: C is not in cache.
+    From the address `later` on, `later_step` bytes a step are read ahead."""
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))

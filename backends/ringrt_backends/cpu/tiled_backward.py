@@ -22,7 +22,6 @@ from ringrt_backends.cpu.layout import (
     first_key,
     flip_of,
     grid,
-    grid_by_rows,
     orders_of,
     ordinary,
     score_limit,
@@ -143,7 +142,7 @@ class TiledBackward:
         problem, (batch, rows) = grads.problem, grads.given[0].shape[:2]
         out = np.empty((batch, rows, problem.q_heads, problem.head_dim), np.float32)
         self._workers.drive(
-            backward.finish, grid_by_rows(len(grads.dq), -(-rows // SQUARE)), grads.code.shape,
+            backward.finish, grid(len(grads.dq), -(-rows // SQUARE)), grads.code.shape,
             float(problem.scale), grads.code.at("dq_rounded")[0], rows, grads.dq.ctypes.data,
             grads.packed, problem.q_heads, out.ctypes.data, problem.head_dim * 4,
         )  # fmt: skip
@@ -186,7 +185,7 @@ class TiledBackward:
         source, x = source_of(x)
         group = lanes // max(1, len(orders))
         self._workers.drive(
-            pack.pack_queries, grid_by_rows(*peaks.shape),
+            pack.pack_queries, grid(*peaks.shape),
             code.at(f"{name}_turned", f"{name}_columns"), source, orders, group, x.shape[1],
             flip, SQUARE, turned,
             Panels(columns.ctypes.data, *columns.shape[1:]), peaks,

@@ -1,7 +1,8 @@
 """The forward pass by compiled tiles: what is packed when, and who does what.
 
 K and V are packed in chunks, so that the copies stay small however long a shard is; the tasks of
-a chunk are one query head and one block of its queries each, the most work first.
+a chunk are one query head and one block of its queries each, a few heads after one another, and
+of these the most work first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ringrt_backends.cpu.layout import (
     blocks_of,
     first_key,
     flip_of,
-    grid_by_rows,
+    grid,
     orders_of,
     ordinary,
     score_limit,
@@ -90,7 +91,7 @@ class TiledForward:
         peaks, orders = np.zeros((lanes, blocks), np.uint32), orders_of(q, problem, shape)
         source, given = source_of(q)
         self._workers.drive(
-            pack.pack_queries, grid_by_rows(lanes, blocks), code.at("q_turned", ""), source, orders,
+            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, orders,
             problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
             peaks,
         )  # fmt: skip
@@ -149,7 +150,7 @@ class TiledForward:
         out = np.empty((batch, rows, problem.q_heads, problem.value_dim), state.q.dtype)
         lse = np.empty((lanes, rows), np.float32)
         self._workers.drive(
-            forward.finish, grid_by_rows(lanes, -(-rows // QUERIES)), state.code.shape,
+            forward.finish, grid(lanes, -(-rows // QUERIES)), state.code.shape,
             state.units.unit, state.code.at("out_rounded")[0], rows, softmax.m, softmax.z,
             state.queries, problem.q_heads, out.ctypes.data, problem.value_dim * out.itemsize, lse,
         )  # fmt: skip
@@ -175,7 +176,7 @@ class TiledForward:
         peaks = np.zeros((2, count, parts), np.uint32)
         panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
         self._workers.drive(
-            pack.pack_keys, grid_by_rows(count, parts), state.code.at("k_rows", "v_columns"), k, v,
+            pack.pack_keys, grid(count, parts), state.code.at("k_rows", "v_columns"), k, v,
             state.orders, slot, begin, size, _PART, k_rows, panels, peaks,
         )  # fmt: skip
         return Keys(

@@ -26,7 +26,7 @@ Value = Any
 #: 2^f for |f| <= 1/2, highest power first: minimax polynomials of degree 6, exact at 0, with a
 #: relative error of 2e-9 before rounding, and, for weights that are rounded to bf16, 4 (2.8e-6;
 #: half a unit of bf16 is 2e-3).
-EXP2 = (
+_EXP2 = (
     0.00015353361959569156,
     0.0013398875016719103,
     0.00961843691766262,
@@ -35,7 +35,7 @@ EXP2 = (
     0.6931471824645996,
     1.0,
 )
-EXP2_SHORT = (
+_EXP2_SHORT = (
     0.009582852944731712,
     0.055906426161527634,
     0.24024099111557007,
@@ -214,32 +214,32 @@ class Body:
 
     # Functions of one variable.
 
-    def exp2(self, x: Value, powers: Sequence[float] = EXP2) -> Value:
+    def exp2(self, x: Value, *, short: bool = False) -> Value:
         """2^x for x <= 127; 0 for x below −126, −inf among them. x = n + f with whole n and
-        |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to."""
+        |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to. `short`: as exact as
+        weights need be that are rounded to bf16 next."""
         build = self.build
         if self.machine.scalef:
-            return self._exp2_scaled(x, powers)
+            return self._exp2_scaled(x, short)
         n = self.intrinsic(f"llvm.rint.{_suffix(self.vector)}", self.vector, x)
-        power = self._polynomial(build.fsub(x, n), powers)
+        power = self._polynomial(build.fsub(x, n), _EXP2_SHORT if short else _EXP2)
         exponent = build.shl(build.fptosi(n, self.ints), self.whole([23] * self.width))
         shifted = build.add(build.bitcast(power, self.ints), exponent)
         seen = build.fcmp_ordered(">=", x, self.floats(-126.0))
         return build.select(seen, build.bitcast(shifted, self.vector), self.floats(0.0))
 
-    def _exp2_scaled(self, x: Value, powers: Sequence[float]) -> Value:
+    def _exp2_scaled(self, x: Value, short: bool) -> Value:
         """By AVX-512's scalef, whose 2^n also takes -inf, where the fraction is NaN: that gives 0.
         At full precision n is a multiple of 1/16, whose 2^n is looked up; so |f| <= 1/32, and
         a polynomial of degree 3 will do: multiply-adds are what there is too little time for."""
-        build, short = self.build, powers is EXP2_SHORT
-        bits = 0 if short else 4
+        build, bits = self.build, 0 if short else 4
         all_lanes, current = ir.Constant(I16, -1), ir.Constant(I32, 4)
         kept = ir.Constant(I32, bits << 4)
         name = "llvm.x86.avx512.mask.rndscale.ps.512"
         n = self.intrinsic(name, self.vector, x, kept, x, all_lanes, current)
         rest = build.fsub(x, n)
         if short:
-            power = self._polynomial(rest, powers)
+            power = self._polynomial(rest, _EXP2_SHORT)
         else:
             # The sum's last bits count sixteenths.
             place = build.bitcast(build.fadd(n, self.floats(1.5 * 2 ** (23 - bits))), self.ints)
