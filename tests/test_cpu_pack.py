@@ -15,6 +15,17 @@ def magnitude(x):
     return np.max(abs(x.astype(np.float32)), initial=0)
 
 
+def longest(x):
+    """The square of the longest row."""
+    return np.max(np.square(x.astype(np.float32)).sum(axis=1), initial=0)
+
+
+def assert_size(size, x, pairs):
+    """In pairs nothing is mended, and lengths are not asked for."""
+    assert size[0] == magnitude(x)
+    np.testing.assert_allclose(size[1], 0 if pairs else longest(x), rtol=1e-6)
+
+
 def shapes(name):
     for dtype in ("float32", "float16", "bfloat16"):
         for dim in (1, 2, 3, 8, 17, 40):
@@ -30,14 +41,17 @@ def test_rows_as_operand_a(name):
         function = Function(machine, lambda *module, kind=kind: pack_ir.rows(*module, **kind))
         x = rng.standard_normal((13, dim + 3)).astype(numpy_dtype(dtype))
         depth = dim // 2 if pairs else dim
-        order, peak = rng.permutation(depth), np.array([1], np.uint32)
+        order, size = rng.permutation(depth), np.zeros(2, np.float32)
         target = np.full((13, depth), 7, np.uint32)
-        function(x, x.strides[0], 12, target, order, peak)
+        function(x, x.strides[0], 12, target, order, size)
         wide = np.ascontiguousarray(x[:12, :dim])
         want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
         np.testing.assert_array_equal(target[:12], want[:, order])
         np.testing.assert_array_equal(target[12:], 7)
-        assert peak.view(np.float32)[0] == magnitude(x[:12, :dim])
+        assert_size(size, x[:12, :dim], pairs)
+        before = size.copy()
+        function(x[:1] * 0, x.strides[0], 1, target, order, size)
+        np.testing.assert_array_equal(size, before)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,8 +64,8 @@ def test_rows_as_panels(name, count):
         function = Function(machine, lambda *module, kind=kind: pack_ir.columns(*module, **kind))
         x = rng.standard_normal((10, dim + 1)).astype(numpy_dtype(dtype))
         panels = -(-dim // machine.panel)
-        target, peak = np.full((panels, 12, machine.panel), 7, np.uint32), np.zeros(1, np.uint32)
-        function(x, x.strides[0], count, target, 12 * machine.panel, peak)
+        target, size = np.full((panels, 12, machine.panel), 7, np.uint32), np.zeros(2, np.float32)
+        function(x, x.strides[0], count, target, 12 * machine.panel, size)
         wide = np.zeros((count + count % 2, panels * machine.panel), np.float32)
         wide[:count, :dim] = x[:count, :dim].astype(np.float32)
         if pairs:
@@ -62,7 +76,7 @@ def test_rows_as_panels(name, count):
         got = target.transpose(1, 0, 2).reshape(12, -1)
         np.testing.assert_array_equal(got[: len(want), :dim], want[:, :dim])
         np.testing.assert_array_equal(got[len(want) :], 7)
-        assert peak.view(np.float32)[0] == magnitude(x[:count, :dim])
+        np.testing.assert_array_equal(size, (magnitude(x[:count, :dim]), 0))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,14 +90,14 @@ def test_rows_turned(name):
         depth = dim // 2 if pairs else dim
         for count in (1, machine.width, machine.panel - 1, machine.panel):
             for flip in (np.uint32(0), np.uint32(0x80008000 if pairs else 0x80000000)):
-                order, peak = rng.permutation(depth), np.zeros(1, np.uint32)
+                order, size = rng.permutation(depth), np.zeros(2, np.float32)
                 target = np.full((depth, machine.panel), 7, np.uint32)
-                function(x, x.strides[0], count, target, order, flip, peak)
+                function(x, x.strides[0], count, target, order, flip, size)
                 wide = np.ascontiguousarray(-x[:count, :dim] if flip else x[:count, :dim])
                 want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
                 np.testing.assert_array_equal(target[:, :count], want[:, order].T)
                 np.testing.assert_array_equal(target[:, count:], 0)
-                assert peak.view(np.float32)[0] == magnitude(x[:count, :dim])
+                assert_size(size, x[:count, :dim], pairs)
 
 
 @pytest.mark.parametrize("name", ["4", "8", "16"])
@@ -97,14 +111,14 @@ def test_peaks_are_of_every_element(name, bad):
             x[4, place] = bad
             wanted = np.abs(x[4, place].astype(np.float32)).view(np.uint32) & np.uint32(0x7FFFFFFF)
             for number, emit in enumerate(PACKING[name, dtype]):
-                peak, target = np.zeros(1, np.uint32), np.zeros((40, 64), np.uint32)
+                size, target = np.zeros(2, np.float32), np.zeros((40, 64), np.uint32)
                 rest = {
                     0: (np.arange(dim),),
                     1: (20 * machine.panel,),
                     2: (np.arange(dim), np.uint32(0)),
                 }
-                emit(x, x.strides[0], 5, target, *rest[number], peak)
-                assert peak[0] == wanted
+                emit(x, x.strides[0], 5, target, *rest[number], size)
+                assert size.view(np.uint32)[0] == wanted
 
 
 class _Packing(dict):
@@ -130,10 +144,10 @@ def test_every_narrow_number_is_widened_and_rounded(name, dtype):
     machine, kind = machine_of(name), {"dim": 64, "dtype": dtype}
     x = np.arange(1 << 16, dtype=np.uint16).view(numpy_dtype(dtype)).reshape(1024, 64)
     rows = Function(machine, lambda *module: pack_ir.rows(*module, **kind, pairs=False))
-    wide, peak = np.empty((1024, 64), np.float32), np.zeros(1, np.uint32)
-    rows(x, x.strides[0], 1024, wide, np.arange(64), peak)
+    wide, size = np.empty((1024, 64), np.float32), np.zeros(2, np.float32)
+    rows(x, x.strides[0], 1024, wide, np.arange(64), size)
     np.testing.assert_array_equal(wide, x.astype(np.float32))
-    assert np.isnan(peak.view(np.float32)[0])
+    assert np.isnan(size[0])
     rounded = Function(machine, lambda *module: pack_ir.rounded(*module, **kind))
     out = np.empty_like(x)
     # NaN of any kind is widened to a double without a word.

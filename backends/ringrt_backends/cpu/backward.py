@@ -12,6 +12,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
+from ringrt_backends.cpu.exact import limit
 from ringrt_backends.cpu.pack import where
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
@@ -29,7 +30,7 @@ class Rows(NamedTuple):
     summed over columns `[lanes, panels, depth, panel]` and over rows `[lanes, panels, rows,
     panel]` (half the rows, in pairs); of lse in units, as the sum of two float32, and delta
     `[lanes, rows]`. `[lanes, blocks]`: whether they are `ordinary` (see `layout.ORDINARY`), and
-    whether dq is still `fresh`, that is unset, for 0."""
+    whether dq is still `fresh`, that is unset, for 0; `[lanes]`: q's longest row's `square`."""
 
     q: int
     q_columns: int
@@ -41,18 +42,19 @@ class Rows(NamedTuple):
     rows: int
     ordinary: Any
     fresh: Any
+    square: Any
 
 
 class Block(NamedTuple):
     """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]`, K as panels
-    (see `pack.Panels`); dk and dv `[keys, row]` float64; and the peaks of K and V."""
+    (see `pack.Panels`); dk and dv `[keys, row]` float64; and the sizes of K and V (see `pack`)."""
 
     k: int
     v: int
     k_columns: Any
     dk: Any
     dv: Any
-    peaks: Any
+    sizes: Any
 
 
 class Scratch(NamedTuple):
@@ -119,8 +121,8 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
             begin = work.begin + number * SQUARE
             end = min(begin + SQUARE, work.end)
             _pack_block(shape, at, source, lane, begin, end, block)
-            peaks = block.peaks
-            if not (peaks[0] <= source.k_ordinary and peaks[1] <= source.v_ordinary):
+            k_peak, v_peak = block.sizes[0, 0], block.sizes[1, 0]
+            if not (k_peak <= source.k_ordinary and v_peak <= source.v_ordinary):
                 work.left_out[lane, number] = 1
                 continue
             for head in range(lane * work.group, lane * work.group + work.group):
@@ -136,15 +138,15 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
 def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-untyped-def]
     """Pack a block of keys, and set its dk and dv to 0, as well as the rows after it, over which a
     tile may reach."""
-    block.peaks[:] = 0
-    k_peak, v_peak, count = base(block.peaks), base(block.peaks) + 4, end - begin
+    block.sizes[:] = 0
+    k_size, v_size, count = base(block.sizes), base(block.sizes) + 8, end - begin
     k, v = where(source.k, lane, begin), where(source.v, lane, begin)
     order, panels = source.orders + lane * shape.depth * 8, block.k_columns
     v_order = source.v_orders + lane * shape.value_depth * 8
-    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, order, k_peak))
+    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, order, k_size))
     stride = panels.rows * panels.panel
-    call(at[_K_COLUMNS], (k, source.k.row_stride, count, panels.address, stride, k_peak))
-    call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_order, v_peak))
+    call(at[_K_COLUMNS], (k, source.k.row_stride, count, panels.address, stride, k_size))
+    call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_order, v_size))
     clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
     clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
     block.dk[:] = 0
@@ -203,6 +205,7 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
     lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
+    large = limit(units.large, units.factor, rows.square[lane], block.sizes[0, 1])
     groups = -(-(top - bottom) // shape.rows)
     full, rest_of = runs(bottom, groups, shape.rows, full_from, full_to)
     for start, stop in ((0, full), (full, rest_of), (rest_of, groups)):
@@ -217,7 +220,7 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
         else:
             to = (key * (SQUARE + SKEW) + column) * 4
             p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
-        common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope)
+        common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope, large)
         if stop == rest_of and start == full:
             call(at[_PROB], common)
         else:

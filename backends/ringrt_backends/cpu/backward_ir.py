@@ -27,20 +27,20 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope[, first, last, row]):
+    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope, limit[, first, last, row]):
 
         P = 2^(scale·A·B − lse − rest)
 
     for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
-    bf16, and p and slope are panels. `later` bytes a step are read ahead. Large weights are
-    computed once more; see `exact`.
+    bf16, and p and slope are panels. `later` bytes a step are read ahead. Weights above `limit`
+    are computed once more; see `exact`.
     """
     extra = SPAN if masked else {}
     body = Body(
         module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32, lse=PTR,
-        rest=PTR, cap=F32, slope=PTR, **extra,
+        rest=PTR, cap=F32, slope=PTR, limit=F32, **extra,
     )  # fmt: skip
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
@@ -68,7 +68,7 @@ def prob(
     mended = not (pairs or capped)
     tops = [body.floats(0.0)] if mended else []
     for top in body.loop(args["groups"], tops, tile_of_weights):
-        with body.build.if_then(exact.any_above(body, top, body.floats(exact.LARGE))):
+        with body.build.if_then(exact.any_above(body, top, body.splat(args["limit"]))):
             _mend(body, depth, p_row)
     body.build.ret_void()
 
@@ -88,7 +88,7 @@ def _mend(body: Body, depth: int, p_row: int) -> None:
         a, p = body.step(args["a"], number, depth), body.step(args["p"], number, p_row)
         for v in range(2):
             old = body.load(p, v * width)
-            with build.if_then(exact.any_above(body, old, body.floats(exact.LARGE))):
+            with build.if_then(exact.any_above(body, old, body.splat(args["limit"]))):
                 less = [wide(body, body.load(args[name], v * width)) for name in ("lse", "rest")]
                 new = exact.weights(body, a, args["b"], v * width, depth, less)
                 hidden = build.fcmp_ordered("==", old, body.floats(0.0))

@@ -5,20 +5,42 @@ a row with few large weights that is what out is off by, and dq by several times
 Σ dS K, where the errors of dS meet K's mean, which the exact ones would cancel (Σ dS = 0). Such
 rows have few weights that count, so these are made exact, in both passes, for out and delta must
 come from the weights that dS is made of. In rows with many weights errors average out, and
-nothing is done.
+nothing is done; nor where scores are short sums of small products, and right by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from llvmlite import ir
 
+from ringrt_backends.cpu.calls import inner
 from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
-#: From this part of a row's sum on a weight is large: a row has 64 of them at most. It is the same
-#: in both passes, for the same weights must be exact in both.
+#: From this part of a row's sum on a weight is large: a row has 64 of them at most.
 LARGE = 1 / 64
+
+#: That is for heads whose scores are sums of such a size, in powers of 2, or larger: by Cauchy and
+#: Schwarz no sum of some products is larger than scale · |q| · |k|, nor any of its roundings than
+#: that times 2^-24. (The heads of the data in docs/accuracy.md: 56 to 96. Standard normal numbers,
+#: heads of 64: 21.)
+SCORES = 50.0
+
+
+def limits(scale: float) -> tuple[float, float]:
+    """What `limit` is made of, by the scale of the products, in powers of 2."""
+    return LARGE, LARGE * (SCORES / scale) ** 2
+
+
+@inner
+def limit(large, factor, q_square, k_square):  # type: ignore[no-untyped-def]
+    """From which part of a row's sum on a weight is large, float32, for some q and k: their longest
+    rows, squared. As many weights of that part as there may be, with as many errors of either
+    sign, are off by sqrt(part) · error. So the part may grow as the error's square falls. It must
+    be the same in both passes, for the same weights must be exact in both."""
+    part = factor / (np.float64(q_square) * k_square)
+    return np.float32(part if part > large else large)
 
 
 def any_above(body: Body, weights: Value, limits: Value) -> Value:

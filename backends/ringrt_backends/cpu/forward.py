@@ -9,6 +9,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
+from ringrt_backends.cpu.exact import limit
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Where the functions stand among the addresses; see `compiled.FORWARD`.
@@ -20,7 +21,8 @@ _ROW = (QUERIES + SKEW) * 4
 class Keys(NamedTuple):
     """A chunk of K and V, packed: addresses of k `[slots, k_rows, depth]` and v `[slots, panels,
     v_rows, panel]`. It holds the keys from `begin` to `end` of the shard. `ordinary` `[slots,
-    parts]`, of `part` keys each; see `layout.ORDINARY`."""
+    parts]`, of `part` keys each; see `layout.ORDINARY`. `square` `[slots, blocks]`, of KEYS each:
+    that of the longest row of K."""
 
     k: int
     v: int
@@ -30,13 +32,14 @@ class Keys(NamedTuple):
     end: int
     part: int
     ordinary: Any
+    square: Any
 
 
 class Queries(NamedTuple):
     """Addresses of q `[lanes, panels, depth, panel]` and of the state: m and z `[lanes, rows]` and
     y `[lanes, rows, value_row]`, float64, m in units (see `layout.Units`) and a float32 number
     unless it is beyond these. `[lanes, blocks]`: whether q is `ordinary`, and whether y is still
-    `fresh`, that is unset, for 0."""
+    `fresh`, that is unset, for 0; `[lanes]`: the `square` of the longest row."""
 
     q: int
     panels: int
@@ -46,6 +49,7 @@ class Queries(NamedTuple):
     rows: int
     ordinary: Any
     fresh: Any
+    square: Any
 
 
 class Scratch(NamedTuple):
@@ -112,18 +116,34 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
     v = keys.v + slot * shape.value_panels * keys.v_rows * shape.panel * 4
     for begin in range(low // shape.rows * shape.rows, high, KEYS):
         end = min(begin + KEYS, high)
+        square = max(keys.square[slot, begin // KEYS], keys.square[slot, (end - 1) // KEYS])
+        large = limit(units.large, units.factor, queries.square[lane], square)
         for panel in range(QUERIES // shape.panel):
             bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
             if bottom < top:
-                _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, scratch)
+                _weigh(
+                    shape,
+                    at,
+                    units,
+                    lane,
+                    q0,
+                    panel,
+                    begin,
+                    bottom,
+                    top,
+                    k,
+                    large,
+                    queries,
+                    scratch,
+                )
         _add_values(shape, at, lane, q0, begin, end, v, keys.v_rows, queries, scratch)
         # There is room for those of two blocks.
         if end == high or 4 * scratch.marks[0] > len(scratch.marks):
-            _mend(shape, at, units, lane, q0, k, v, keys.v_rows, queries, scratch)
+            _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch)
 
 
 @inner
-def _mend(shape, at, units, lane, q0, k, v, v_rows, queries, scratch):  # type: ignore[no-untyped-def]
+def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # type: ignore[no-untyped-def]
     """Mend the weights that were noted of a block of queries, if they are still large."""
     for number in range(scratch.marks[0]):
         key, column = scratch.marks[1 + 2 * number], scratch.marks[2 + 2 * number]
@@ -132,13 +152,15 @@ def _mend(shape, at, units, lane, q0, k, v, v_rows, queries, scratch):  # type: 
         note = scratch.notes + number * scratch.note_bytes
         a, b = k + key * shape.depth * 4, v + key * shape.panel * 4
         m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
-        stride = v_rows * shape.panel
-        call(at[_MEND], (note, a, q, units.scale, m, z, y, b, stride))
+        stride = keys.v_rows * shape.panel
+        square = keys.square[slot, key // KEYS]
+        large = limit(units.large, units.factor, queries.square[lane], square)
+        call(at[_MEND], (note, a, q, units.scale, m, z, y, b, stride, large))
     scratch.marks[0] = 0
 
 
 @inner
-def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, scratch):  # type: ignore[no-untyped-def]
+def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, large, queries, scratch):  # type: ignore[no-untyped-def]
     """Scores and weights of one panel of queries and the keys [bottom, top) of the block that
     begins at `begin`."""
     column = panel * shape.panel
@@ -166,7 +188,7 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, queries, sc
     notes, marks = scratch.notes, base(scratch.marks)
     call(
         at[_SOFT],
-        (s, p, count, units.scale, scratch.top, m, z, alpha, notes, marks, bottom, column),
+        (s, p, count, units.scale, scratch.top, m, z, alpha, notes, marks, bottom, column, large),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
+from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.compiled import Shape
 from ringrt_backends.cpu.pack import Source
 
@@ -59,9 +60,14 @@ def first_key(tiles: TileTable, shape: Shape) -> int:
     return int(tiles.table[:, 2].min()) // shape.rows * shape.rows
 
 
-def ordinary(peaks: Array, limit: float = ORDINARY) -> Array:
-    """Which blocks are, by their peaks: bool as uint8."""
-    return np.asarray(peaks.view(np.float32) <= np.float32(limit)).view(np.uint8)
+def ordinary(sizes: Array, limit: float = ORDINARY) -> Array:
+    """Which blocks are, by their sizes (see `pack`): bool as uint8."""
+    return np.asarray(sizes[..., 0] <= np.float32(limit)).view(np.uint8)
+
+
+def longest(sizes: Array) -> Array:
+    """The square of each lane's longest row, by the sizes of its blocks."""
+    return np.asarray(sizes[..., 1].max(axis=1, initial=0))
 
 
 def score_limit(problem: Problem) -> float:
@@ -120,11 +126,14 @@ def flip_of(problem: Problem, pairs: bool) -> np.uint32:
 class Units(NamedTuple):
     """Exponents of 2 are counted in units of `unit` (natural logarithm) that make the factor of
     the products, `scale`, a float32 number: with the nearest float32 in its place, scores would
-    be off by as much as they are long. With a softcap they are `scale` · tanh(`cap` · product)."""
+    be off by as much as they are long. With a softcap they are `scale` · tanh(`cap` · product).
+    `large` and `factor`: which weights are large; see `exact.limit`."""
 
     scale: np.float32
     cap: np.float32
     unit: float
+    large: float
+    factor: float
 
 
 def units_of(problem: Problem) -> Units:
@@ -132,7 +141,8 @@ def units_of(problem: Problem) -> Units:
     size, cap = abs(problem.scale), problem.softcap or 0.0
     natural = cap or size
     scale = np.float32(natural / math.log(2))
-    return Units(scale, np.float32(size / cap if cap else 0), natural / float(scale))
+    cap_factor = np.float32(size / cap if cap else 0)
+    return Units(scale, cap_factor, natural / float(scale), *exact.limits(float(scale)))
 
 
 def grid(lanes: int, parts: int) -> Array:

@@ -22,8 +22,8 @@ from ringrt_backends.cpu.sums import FEW, by_halves
 from ringrt_backends.cpu.vectors import F32, F64, I64, PTR, Body, Value
 
 #: What `note` asks of a function's arguments besides the scores s, their number of rows n, and z:
-#: the number of the first row's key, and of the first column's query.
-NOTES = {"notes": PTR, "marks": PTR, "key": I64, "query": I64}
+#: the number of the first row's key, and of the first column's query, and which part of z is large.
+NOTES = {"notes": PTR, "marks": PTR, "key": I64, "query": I64, "limit": F32}
 
 
 def note(body: Body, at: int, best: Value, base: Value, s_row: int) -> None:
@@ -32,7 +32,7 @@ def note(body: Body, at: int, best: Value, base: Value, s_row: int) -> None:
     nor where that of the best score of these keys is not. `base`: the maxima, float64."""
     build, args = body.build, body.args
     z = body.load(args["z"], at, body.doubles)
-    part = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
+    part = build.fmul(build.fptrunc(z, body.vector), body.splat(args["limit"]))
     below_1 = build.fcmp_ordered("<", part, body.floats(1.0))
     concentrated = build.and_(below_1, build.fcmp_ordered(">", part, body.floats(0.0)))
     limits = build.select(concentrated, part, body.floats(math.inf))
@@ -90,14 +90,15 @@ def _append(body: Body, at: int, number: Value, weights: Value, maxima: Value) -
 
 
 def mend(module: ir.Module, machine: Machine, name: str, *, depth: int, value_row: int) -> None:
-    """Emit name(note, k, q, scale, m, z, y, v, v_stride): of a note's weights, those that are
-    large now are computed once more, from the row `k` of operand A and the vector of a panel of
-    operand B that begins at `q`; z and the rows of y change by the difference. m, z and y, rows of
-    `value_row`, are float64. `v` is the key's row in the first panel of V, and the next one's is
-    `v_stride` floats on. The note is lost."""
+    """Emit name(note, k, q, scale, m, z, y, v, v_stride, limit): of a note's weights, those that
+    are large now, above `limit` · z, are computed once more, from the row `k` of operand A and the
+    vector of a panel of operand B that begins at `q`; z and the rows of y change by the difference.
+    m, z and y, rows of `value_row`, are float64. `v` is the key's row in the first panel of V, and
+    the next one's is `v_stride` floats on. The note is lost."""
     pointers = {key: PTR for key in ("m", "z", "y", "v")}
     body = Body(
-        module, machine, name, note=PTR, k=PTR, q=PTR, scale=F32, **pointers, v_stride=I64
+        module, machine, name, note=PTR, k=PTR, q=PTR, scale=F32, **pointers, v_stride=I64,
+        limit=F32,
     )  # fmt: skip
     build, args = body.build, body.args
     old, noted = body.load(args["note"]), body.load(args["note"], body.width)
@@ -105,7 +106,7 @@ def mend(module: ir.Module, machine: Machine, name: str, *, depth: int, value_ro
     since = build.fsub(noted, body.load(args["m"], 0, body.doubles))
     since = body.exp2(build.fptrunc(since, body.vector))
     z = body.load(args["z"], 0, body.doubles)
-    limit = build.fmul(build.fptrunc(z, body.vector), body.floats(exact.LARGE))
+    limit = build.fmul(build.fptrunc(z, body.vector), body.splat(args["limit"]))
     large = build.fcmp_ordered(">", build.fmul(old, since), limit)
     with build.if_then(exact.any_of(body, large)):
         new = exact.weights(body, args["k"], args["q"], 0, depth, [noted])

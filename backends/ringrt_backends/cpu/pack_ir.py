@@ -28,11 +28,11 @@ Vectors = Callable[[Value, int, int], Value]
 def rows(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, order, peak): rows of K or V as operand A, side by
-    side: target[r, d] = source[r, order[d]]. `stride` is in bytes, `count` >= 1. `peak`, an int32,
-    is raised to the bits of the largest magnitude: without their sign, numbers are ordered as
-    their bits are, and NaN comes last."""
-    body = Body(module, machine, name, **_SOURCE, order=PTR, peak=PTR)
+    """Emit name(source, stride, count, target, order, size): rows of K or V as operand A, side by
+    side: target[r, d] = source[r, order[d]]. `stride` is in bytes, `count` >= 1. `size`, two
+    floats, is raised to the largest magnitude and, unless in pairs, to the square of the longest
+    row."""
+    body = Body(module, machine, name, **_SOURCE, order=PTR, size=PTR)
     build, args = body.build, body.args
     depth = dim // 2 if pairs else dim
 
@@ -47,21 +47,27 @@ def rows(
             return []
 
         body.loop(depth, [], element)
+        top, squares = tops[0], body.floats(0.0)
         for at in range(0, depth, body.width):
             bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
-            tops = [_largest(body, tops[0], bits, pairs)]
-        return tops
+            top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
+        if pairs:
+            return [top]
+        return [top, body.larger(body.sum_of(squares), tops[1])]
 
-    _raise_peak(body, body.loop(args["count"], [_zero(body)], row)[0])
+    zeros = [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
+    top, *longest = body.loop(args["count"], zeros, row)
+    _raise_size(body, top, *longest)
 
 
 def columns(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, panel_stride, peak): rows as operand B that is
+    """Emit name(source, stride, count, target, panel_stride, size): rows as operand B that is
     summed over rows: panels `panel_stride` elements apart, of which row r of the source is row r,
-    or in pairs rows 2r and 2r + 1; where there is no second one, it is 0."""
-    body = Body(module, machine, name, **_SOURCE, panel_stride=I64, peak=PTR)
+    or in pairs rows 2r and 2r + 1; where there is no second one, it is 0. `size` is raised to the
+    largest magnitude."""
+    body = Body(module, machine, name, **_SOURCE, panel_stride=I64, size=PTR)
     build, args = body.build, body.args
     each = 2 if pairs else 1
 
@@ -90,18 +96,18 @@ def columns(
         odd = build.and_(args["count"], ir.Constant(I64, 1))
         with build.if_then(build.icmp_signed(">", odd, ir.Constant(I64, 0))):
             build.store(some(full, [build.load(top, typ=body.ints)], 1)[0], top)
-    _raise_peak(body, build.load(top, typ=body.ints))
+    _raise_size(body, build.load(top, typ=body.ints))
 
 
 def turned(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, order, flip, peak): up to a panel of rows
+    """Emit name(source, stride, count, target, order, flip, size): up to a panel of rows
     transposed, as operand B that is summed over columns: target[d, r] = source[r, order[d]] XOR
-    flip; beyond the last row 0."""
-    body = Body(module, machine, name, **_SOURCE, order=PTR, flip=I32, peak=PTR)
+    flip; beyond the last row 0. `size` as for `rows`."""
+    body = Body(module, machine, name, **_SOURCE, order=PTR, flip=I32, size=PTR)
     build, args = body.build, body.args
-    flip, size = body.splat(args["flip"]), _BYTES[dtype] * (2 if pairs else 1)
+    flip, element_bytes = body.splat(args["flip"]), _BYTES[dtype] * (2 if pairs else 1)
     last = build.sub(args["count"], ir.Constant(I64, 1))
     # Rows beyond the last are read from it, and masked.
     offsets = []
@@ -113,20 +119,24 @@ def turned(
 
     def column(d: Value, tops: Sequence[Value]) -> Sequence[Value]:
         index = body.load(args["order"], d, I64)
-        source = body.at(args["source"], build.mul(index, ir.Constant(I64, size)), I8)
-        top = tops[0]
-        for first in (0, body.width):
+        source = body.at(args["source"], build.mul(index, ir.Constant(I64, element_bytes)), I8)
+        top, squares = tops[0], list(tops[1:])
+        for v, first in enumerate((0, body.width)):
             bits = _gathered(body, source, offsets[first : first + body.width], dtype, pairs)
             lanes = body.whole(range(first, first + body.width))
             there = build.icmp_signed("<", lanes, counts)
             bits = build.select(there, bits, _zero(body))
             top = _largest(body, top, bits, pairs)
+            if not pairs:
+                squares[v] = _squared(body, bits, squares[v])
             target = body.step(args["target"], d, machine.panel, I32)
             body.store(build.select(there, build.xor(bits, flip), _zero(body)), target, first)
-        return [top]
+        return [top, *squares]
 
     depth = dim // 2 if pairs else dim
-    _raise_peak(body, body.loop(depth, [_zero(body)], column)[0])
+    zeros = [_zero(body)] + ([] if pairs else [body.floats(0.0)] * 2)
+    top, *squares = body.loop(depth, zeros, column)
+    _raise_size(body, top, *[body.largest_of(x) for x in squares])
 
 
 def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str) -> None:
@@ -251,11 +261,21 @@ def _largest(body: Body, top: Value, bits: Value, pairs: bool) -> Value:
     return _larger(body, top, build.and_(build.shl(bits, _all(16, lanes)), high))
 
 
-def _raise_peak(body: Body, tops: Value) -> None:
-    """The end of a function: its largest magnitude goes to `peak`."""
-    build, peak = body.build, body.args["peak"]
+def _squared(body: Body, bits: Value, total: Value) -> Value:
+    """The squares of floats, by their bits, added to a total."""
+    x = body.build.bitcast(bits, body.vector)
+    return body.fma(x, x, total)
+
+
+def _raise_size(body: Body, tops: Value, *squares: Value) -> None:
+    """The end of a function: `size` is raised to the largest magnitude, by its bits (without their
+    sign, numbers are ordered as these are, and NaN comes last), and to the largest square."""
+    build, size = body.build, body.args["size"]
     largest = body.intrinsic(f"llvm.vector.reduce.umax.v{body.width}i32", I32, tops)
-    build.store(_larger(body, build.load(peak, typ=I32), largest), peak)
+    build.store(_larger(body, build.load(size, typ=I32), largest), size)
+    longest = body.at(size, 1)
+    for square in squares:
+        build.store(body.larger(square, build.load(longest, typ=F32)), longest)
     build.ret_void()
 
 

@@ -22,6 +22,7 @@ from ringrt_backends.cpu.layout import (
     first_key,
     flip_of,
     grid,
+    longest,
     orders_of,
     ordinary,
     score_limit,
@@ -97,7 +98,10 @@ class TiledBackward:
             dq[...], fresh[...] = 0, 0
         held = [*packed_arrays, *per_row]
         at = [x.ctypes.data for x in held]
-        packed = Rows(at[0], at[1], at[2], at[3], at[4], at[5], at[6], padded, usable, fresh)
+        packed = Rows(
+            at[0], at[1], at[2], at[3], at[4], at[5], at[6], padded, usable, fresh,
+            longest(q_packed[2]),
+        )  # fmt: skip
         own = []
         for _ in range(self._workers.count):
             (block, in_block), (scratch, in_scratch) = _block(shape), _scratch(shape)
@@ -175,22 +179,22 @@ class TiledBackward:
         flip: np.uint32,
         padded: int,
     ) -> tuple[Array, Array, Array]:
-        """q or dout, of so many elements and panels a row, as panels of both kinds, and the peaks
+        """q or dout, of so many elements and panels a row, as panels of both kinds, and the sizes
         of their blocks."""
         shape, (depth, count), lanes = code.shape, sizes, x.shape[0] * x.shape[2]
         turned = self._memory.take((lanes, padded // shape.panel, depth, shape.panel), np.uint32)
         each = 2 if shape.pairs else 1
         columns = self._memory.take((lanes, count, padded // each, shape.panel), np.uint32)
-        peaks = np.zeros((lanes, padded // SQUARE), np.uint32)
+        blocks = np.zeros((lanes, padded // SQUARE, 2), np.float32)
         source, x = source_of(x)
         group = lanes // max(1, len(orders))
         self._workers.drive(
-            pack.pack_queries, grid(*peaks.shape),
+            pack.pack_queries, grid(*blocks.shape[:2]),
             code.at(f"{name}_turned", f"{name}_columns"), source, orders, group, x.shape[1],
             flip, SQUARE, turned,
-            Panels(columns.ctypes.data, *columns.shape[1:]), peaks,
+            Panels(columns.ctypes.data, *columns.shape[1:]), blocks,
         )  # fmt: skip
-        return turned, columns, peaks
+        return turned, columns, blocks
 
 
 def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array, Array, Array]:
@@ -228,8 +232,8 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     k_columns = zeros((shape.panels, k_rows, shape.panel), np.uint32)
     panels = Panels(k_columns.ctypes.data, *k_columns.shape)
     sums = zeros((rows, shape.row)), zeros((rows, shape.value_row))
-    peaks = np.zeros(2, np.float32)
-    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, peaks)
+    k_and_v = np.zeros((2, 2), np.float32)
+    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, k_and_v)
     return block, [k, v, k_columns]
 
 

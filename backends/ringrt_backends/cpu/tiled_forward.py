@@ -27,6 +27,7 @@ from ringrt_backends.cpu.layout import (
     first_key,
     flip_of,
     grid,
+    longest,
     orders_of,
     ordinary,
     score_limit,
@@ -43,7 +44,7 @@ from ringrt_backends.cpu.workers import Workers
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
 #: be taken one after the other.
 _CHUNK, _CHUNK_BYTES = 32 * KEYS, 1 << 25
-#: Keys that are packed by one task, with a peak of their own; even.
+#: Keys that are packed by one task, with a size of their own (see `pack`); even, and a part of KEYS.
 _PART = 96
 #: Tasks that are in line at once for each thread, lest some wait for the last ones at the end.
 _TASKS_A_THREAD = 8
@@ -88,12 +89,12 @@ class TiledForward:
         take = self._memory.take
         panels = take((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
         y = take((lanes, padded, shape.value_row), np.float64)
-        peaks, orders = np.zeros((lanes, blocks), np.uint32), orders_of(q, problem, shape)
+        sizes, orders = np.zeros((lanes, blocks, 2), np.float32), orders_of(q, problem, shape)
         source, given = source_of(q)
         self._workers.drive(
             pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, orders,
             problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
-            peaks,
+            sizes,
         )  # fmt: skip
         m, z = full((lanes, padded), -np.inf), zeros((lanes, padded))
         if sink is not None:
@@ -101,7 +102,7 @@ class TiledForward:
         fresh = np.ones((lanes, blocks), np.uint8)
         queries = Queries(
             panels.ctypes.data, panels.shape[1], m.ctypes.data, z.ctypes.data, y.ctypes.data,
-            padded, ordinary(peaks, score_limit(problem)), fresh,
+            padded, ordinary(sizes, score_limit(problem)), fresh, longest(sizes),
         )  # fmt: skip
         scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
         own, held = [(one,) for one in scratch], [given, panels, *arrays]
@@ -173,15 +174,17 @@ class TiledForward:
             self._memory.give_back_with(state, [k_rows, v_panels])
         k_rows, v_panels = state.memory[count, rows]
         parts = -(-size // _PART)
-        peaks = np.zeros((2, count, parts), np.uint32)
+        sizes = np.zeros((2, count, parts, 2), np.float32)
         panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
         self._workers.drive(
             pack.pack_keys, grid(count, parts), state.code.at("k_rows", "v_columns"), k, v,
-            state.orders, slot, begin, size, _PART, k_rows, panels, peaks,
+            state.orders, slot, begin, size, _PART, k_rows, panels, sizes,
         )  # fmt: skip
+        # Of as many keys as are packed at once in backward, so that the same weights are large.
+        square = np.maximum.reduceat(sizes[0, ..., 1], np.arange(0, parts, KEYS // _PART), axis=1)
         return Keys(
             k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
-            ordinary(peaks[0], score_limit(state.problem)) & ordinary(peaks[1]),
+            ordinary(sizes[0], score_limit(state.problem)) & ordinary(sizes[1]), square,
         )  # fmt: skip
 
 

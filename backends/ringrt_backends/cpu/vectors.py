@@ -165,13 +165,25 @@ class Body:
         """The larger of two; b where either is NaN, as the machine's own maximum."""
         return self.build.select(self.build.fcmp_ordered(">", a, b), a, b)
 
-    def intrinsic(self, name: str, kind: ir.Type, *arguments: Value) -> Value:
+    def sum_of(self, x: Value) -> Value:
+        """All lanes, in any order."""
+        name = f"llvm.vector.reduce.fadd.{_suffix(x.type)}"
+        zero = ir.Constant(F32, 0.0)
+        return self.intrinsic(name, F32, zero, x, fastmath=("reassoc",))
+
+    def largest_of(self, x: Value) -> Value:
+        """The largest lane, NaN aside."""
+        return self.intrinsic(f"llvm.vector.reduce.fmax.{_suffix(x.type)}", F32, x)
+
+    def intrinsic(
+        self, name: str, kind: ir.Type, *arguments: Value, fastmath: Sequence[str] = ()
+    ) -> Value:
         """Call a function of LLVM's."""
         function = self.build.module.globals.get(name)
         if function is None:
             types = [argument.type for argument in arguments]
             function = ir.Function(self.build.module, ir.FunctionType(kind, types), name)
-        return self.build.call(function, arguments)
+        return self.build.call(function, arguments, fastmath=fastmath)
 
     def loop(
         self,
