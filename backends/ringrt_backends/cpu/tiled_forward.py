@@ -44,7 +44,7 @@ from ringrt_backends.cpu.workers import Workers
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
 #: be taken one after the other.
 _CHUNK, _CHUNK_BYTES = 32 * KEYS, 1 << 25
-#: Keys that are packed by one task, with a size of their own (see `pack`); even, and a part of KEYS.
+#: Keys that are packed by one task, with a size of their own (see `pack`): even, a part of KEYS.
 _PART = 96
 #: Tasks that are in line at once for each thread, lest some wait for the last ones at the end.
 _TASKS_A_THREAD = 8
