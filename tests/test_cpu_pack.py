@@ -41,16 +41,16 @@ def test_rows_as_operand_a(name):
         function = Function(machine, lambda *module, kind=kind: pack_ir.rows(*module, **kind))
         x = rng.standard_normal((13, dim + 3)).astype(numpy_dtype(dtype))
         depth = dim // 2 if pairs else dim
-        order, size = rng.permutation(depth), np.zeros(2, np.float32)
+        place, size = rng.permutation(depth), np.zeros(2, np.float32)
         target = np.full((13, depth), 7, np.uint32)
-        function(x, x.strides[0], 12, target, order, size)
+        function(x, x.strides[0], 12, target, place, size)
         wide = np.ascontiguousarray(x[:12, :dim])
         want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
-        np.testing.assert_array_equal(target[:12], want[:, order])
+        np.testing.assert_array_equal(target[:12, place], want)
         np.testing.assert_array_equal(target[12:], 7)
         assert_size(size, x[:12, :dim], pairs)
         before = size.copy()
-        function(x[:1] * 0, x.strides[0], 1, target, order, size)
+        function(x[:1] * 0, x.strides[0], 1, target, place, size)
         np.testing.assert_array_equal(size, before)
 
 
@@ -90,12 +90,12 @@ def test_rows_turned(name):
         depth = dim // 2 if pairs else dim
         for count in (1, machine.width, machine.panel - 1, machine.panel):
             for flip in (np.uint32(0), np.uint32(0x80008000 if pairs else 0x80000000)):
-                order, size = rng.permutation(depth), np.zeros(2, np.float32)
+                place, size = rng.permutation(depth), np.zeros(2, np.float32)
                 target = np.full((depth, machine.panel), 7, np.uint32)
-                function(x, x.strides[0], count, target, order, flip, size)
+                function(x, x.strides[0], count, target, place, flip, size)
                 wide = np.ascontiguousarray(-x[:count, :dim] if flip else x[:count, :dim])
                 want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
-                np.testing.assert_array_equal(target[:, :count], want[:, order].T)
+                np.testing.assert_array_equal(target[place, :count], want.T)
                 np.testing.assert_array_equal(target[:, count:], 0)
                 assert_size(size, x[:count, :dim], pairs)
 

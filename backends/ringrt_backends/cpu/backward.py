@@ -94,13 +94,13 @@ class Work(NamedTuple):
 
 
 class Source(NamedTuple):
-    """K and V of the shard (see `pack.Source`), addresses of the order of their columns `[KV lanes,
+    """K and V of the shard (see `pack.Source`), addresses of their columns' places `[KV lanes,
     depth]`, and the largest peak that is ordinary."""
 
     k: Any
     v: Any
-    orders: int
-    v_orders: int
+    places: int
+    v_places: int
     k_ordinary: np.float32
     v_ordinary: np.float32
 
@@ -141,12 +141,12 @@ def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-
     block.sizes[:] = 0
     k_size, v_size, count = base(block.sizes), base(block.sizes) + 8, end - begin
     k, v = where(source.k, lane, begin), where(source.v, lane, begin)
-    order, panels = source.orders + lane * shape.depth * 8, block.k_columns
-    v_order = source.v_orders + lane * shape.value_depth * 8
-    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, order, k_size))
+    place, panels = source.places + lane * shape.depth * 8, block.k_columns
+    v_place = source.v_places + lane * shape.value_depth * 8
+    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, place, k_size))
     stride = panels.rows * panels.panel
     call(at[_K_COLUMNS], (k, source.k.row_stride, count, panels.address, stride, k_size))
-    call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_order, v_size))
+    call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_place, v_size))
     clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
     clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
     block.dk[:] = 0

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
+from ringrt_backends.cpu.transpose import transposed
 from ringrt_backends.cpu.vectors import F32, F64, I8, I16, I32, I64, PTR, Body, Value
 
 _ELEMENTS = {"float32": F32, "float16": ir.HalfType(), "bfloat16": I16}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Rows that are prefetched ahead.
-_AHEAD, _LINE = 6, 64
+_AHEAD, _LINE = 12, 64
 
 #: Where a vector is looked for, and how many of its lanes are there.
 Vectors = Callable[[Value, int, int], Value]
@@ -28,36 +29,67 @@ Vectors = Callable[[Value, int, int], Value]
 def rows(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, order, size): rows of K or V as operand A, side by
-    side: target[r, d] = source[r, order[d]]. `stride` is in bytes, `count` >= 1. `size`, two
+    """Emit name(source, stride, count, target, place, size): rows of K or V as operand A, side by
+    side: target[r, place[d]] = source[r, d]. `stride` is in bytes, `count` >= 1. `size`, two
     floats, is raised to the largest magnitude and, unless in pairs, to the square of the longest
     row."""
-    body = Body(module, machine, name, **_SOURCE, order=PTR, size=PTR)
+    body = Body(module, machine, name, **_SOURCE, place=PTR, size=PTR)
     build, args = body.build, body.args
     depth = dim // 2 if pairs else dim
 
-    def row(number: Value, tops: Sequence[Value]) -> Sequence[Value]:
-        source = _row(body, args["source"], number, dim, dtype)
-        target = body.step(args["target"], number, depth, I32)
+    def some(number: Value, tops: Sequence[Value], count: int) -> Sequence[Value]:
+        """So many rows; as places are looked up once for all, four cost half as much."""
+        numbers = [build.add(number, ir.Constant(I64, r)) for r in range(count)]
+        sources = [_row(body, args["source"], r, dim, dtype) for r in numbers]
+        targets = [body.step(args["target"], r, depth, I32) for r in numbers]
 
         def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
-            index = body.load(args["order"], d, I64)
-            one = _element(body, source, index, dtype, pairs)
-            build.store(one, body.at(target, d, I32))
+            place = body.load(args["place"], d, I64)
+            for source, target in zip(sources, targets, strict=True):
+                one = _element(body, source, d, dtype, pairs)
+                build.store(one, body.at(target, place, I32))
             return []
 
         body.loop(depth, [], element)
-        top, squares = tops[0], body.floats(0.0)
-        for at in range(0, depth, body.width):
-            bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
-            top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
-        if pairs:
-            return [top]
-        return [top, body.larger(body.sum_of(squares), tops[1])]
+        for source in sources:
+            tops = _sized(body, tops, source, depth, dtype, pairs)
+        return tops
 
     zeros = [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
-    top, *longest = body.loop(args["count"], zeros, row)
-    _raise_size(body, top, *longest)
+    tops = _by_fours(body, args["count"], zeros, some)
+    _raise_size(body, *tops)
+
+
+def _sized(
+    body: Body, tops: Sequence[Value], source: Value, depth: int, dtype: str, pairs: bool
+) -> list[Value]:
+    """The largest magnitudes, and the square of the longest row, with another row."""
+    top, squares = tops[0], body.floats(0.0)
+    for at in range(0, depth, body.width):
+        bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
+        top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
+    return [top] if pairs else [top, body.larger(body.sum_of(squares), tops[1])]
+
+
+def _by_fours(
+    body: Body,
+    count: Value,
+    carried: Sequence[Value],
+    some: Callable[[Value, Sequence[Value], int], Sequence[Value]],
+) -> Sequence[Value]:
+    """Do some(first, values, 4), and some(last, values, 1) with what is left of count."""
+    build, four = body.build, ir.Constant(I64, 4)
+    fours = build.sdiv(count, four)
+    whole = build.mul(fours, four)
+    carried = body.loop(
+        fours, carried, lambda i, now: some(build.mul(i, four), now, 4), maybe_none=True
+    )
+    return body.loop(
+        build.sub(count, whole),
+        carried,
+        lambda i, now: some(build.add(whole, i), now, 1),
+        maybe_none=True,
+    )
 
 
 def columns(
@@ -102,41 +134,76 @@ def columns(
 def turned(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, order, flip, size): up to a panel of rows
-    transposed, as operand B that is summed over columns: target[d, r] = source[r, order[d]] XOR
+    """Emit name(source, stride, count, target, place, flip, size): up to a panel of rows
+    transposed, as operand B that is summed over columns: target[place[d], r] = source[r, d] XOR
     flip; beyond the last row 0. `size` as for `rows`."""
-    body = Body(module, machine, name, **_SOURCE, order=PTR, flip=I32, size=PTR)
+    body = Body(module, machine, name, **_SOURCE, place=PTR, flip=I32, size=PTR)
     build, args = body.build, body.args
-    flip, element_bytes = body.splat(args["flip"]), _BYTES[dtype] * (2 if pairs else 1)
-    last = build.sub(args["count"], ir.Constant(I64, 1))
-    # Rows beyond the last are read from it, and masked.
-    offsets = []
-    for r in range(machine.panel):
+    depth, width = dim // 2 if pairs else dim, body.width
+    size = _BYTES[dtype] * (2 if pairs else 1)
+    flip, counts = body.splat(args["flip"]), body.splat(build.trunc(args["count"], I32))
+    sources = _rows_of_panel(body)
+
+    def some(d: Value, tops: Sequence[Value], count: int) -> Sequence[Value]:
+        """So many columns from the d-th on: one, or a vector's lanes."""
+        tops = list(tops)
+        if count > 1:
+            _prefetch_next_panel(body, sources, d, depth, size)
+        for v in range(2):
+            half = sources[v * width : (v + 1) * width]
+            found = (
+                [_gathered(body, half, d, dtype, pairs)]
+                if count == 1
+                else transposed(
+                    body, [_vector(body, source, d, width, dtype, pairs) for source in half]
+                )
+            )
+            there = build.icmp_signed("<", body.whole(range(v * width, (v + 1) * width)), counts)
+            for number, bits in enumerate(found):
+                bits = build.select(there, bits, _zero(body))
+                tops[0] = _largest(body, tops[0], bits, pairs)
+                if not pairs:
+                    tops[1 + v] = _squared(body, bits, tops[1 + v])
+                place = body.load(args["place"], build.add(d, ir.Constant(I64, number)), I64)
+                flipped = build.select(there, build.xor(bits, flip), _zero(body))
+                body.store(flipped, body.step(args["target"], place, machine.panel), v * width)
+        return tops
+
+    whole = depth // width
+    tops: Sequence[Value] = [_zero(body)] + ([] if pairs else [body.floats(0.0)] * 2)
+    if whole:
+        each = ir.Constant(I64, width)
+        tops = body.loop(whole, tops, lambda n, now: some(build.mul(n, each), now, width))
+    if depth % width:
+        first = ir.Constant(I64, whole * width)
+        tops = body.loop(depth % width, tops, lambda n, now: some(build.add(n, first), now, 1))
+    _raise_size(body, tops[0], *[body.largest_of(x) for x in tops[1:]])
+
+
+def _prefetch_next_panel(
+    body: Body, sources: Sequence[Value], d: Value, depth: int, size: int
+) -> None:
+    """What will be read and written for these columns when the rows that follow have their turn."""
+    build, machine = body.build, body.machine
+    rows = build.mul(body.args["stride"], ir.Constant(I64, machine.panel))
+    where = build.add(rows, build.mul(d, ir.Constant(I64, size)))
+    for source in sources:
+        body.prefetch(body.at(source, where, I8))
+    target = body.at(body.args["target"], depth * machine.panel)
+    target = body.step(target, d, machine.panel)
+    for line in range(0, 4 * machine.panel * machine.width, _LINE):
+        body.prefetch(body.at(target, line, I8))
+
+
+def _rows_of_panel(body: Body) -> list[Value]:
+    """Where they begin; those beyond the last are the last."""
+    build, args = body.build, body.args
+    last, rows = build.sub(args["count"], ir.Constant(I64, 1)), []
+    for r in range(body.machine.panel):
         number = ir.Constant(I64, r)
         number = build.select(build.icmp_signed("<", number, last), number, last)
-        offsets.append(build.mul(number, args["stride"]))
-    counts = body.splat(build.trunc(args["count"], I32))
-
-    def column(d: Value, tops: Sequence[Value]) -> Sequence[Value]:
-        index = body.load(args["order"], d, I64)
-        source = body.at(args["source"], build.mul(index, ir.Constant(I64, element_bytes)), I8)
-        top, squares = tops[0], list(tops[1:])
-        for v, first in enumerate((0, body.width)):
-            bits = _gathered(body, source, offsets[first : first + body.width], dtype, pairs)
-            lanes = body.whole(range(first, first + body.width))
-            there = build.icmp_signed("<", lanes, counts)
-            bits = build.select(there, bits, _zero(body))
-            top = _largest(body, top, bits, pairs)
-            if not pairs:
-                squares[v] = _squared(body, bits, squares[v])
-            target = body.step(args["target"], d, machine.panel, I32)
-            body.store(build.select(there, build.xor(bits, flip), _zero(body)), target, first)
-        return [top, *squares]
-
-    depth = dim // 2 if pairs else dim
-    zeros = [_zero(body)] + ([] if pairs else [body.floats(0.0)] * 2)
-    top, *squares = body.loop(depth, zeros, column)
-    _raise_size(body, top, *[body.largest_of(x) for x in squares])
+        rows.append(body.at(args["source"], build.mul(number, args["stride"]), I8))
+    return rows
 
 
 def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str) -> None:
@@ -209,7 +276,9 @@ def _element(body: Body, source: Value, index: Value, dtype: str, pairs: bool) -
     return _widened(body, x, 1, dtype, pairs)
 
 
-def _vector(body: Body, source: Value, at: int, lanes: int, dtype: str, pairs: bool) -> Value:
+def _vector(
+    body: Body, source: Value, at: int | Value, lanes: int, dtype: str, pairs: bool
+) -> Value:
     """A vector of elements likewise, 0 where there are none."""
     build, element = body.build, I32 if pairs else _ELEMENTS[dtype]
     if lanes == body.width:
@@ -233,16 +302,13 @@ def _widened(body: Body, x: Value, lanes: int, dtype: str, pairs: bool) -> Value
     return build.bitcast(x, ints)
 
 
-def _gathered(
-    body: Body, source: Value, offsets: Sequence[Value], dtype: str, pairs: bool
-) -> Value:
-    """One element of each of some rows, whose offsets are in bytes."""
-    build, element = body.build, I32 if pairs else _ELEMENTS[dtype]
-    x = ir.Constant(ir.VectorType(element, body.width), ir.Undefined)
-    for lane, offset in enumerate(offsets):
-        one = build.load(body.at(source, offset, I8), align=2 if element != F32 else 4, typ=element)
-        x = build.insert_element(x, one, ir.Constant(I32, lane))
-    return _widened(body, x, body.width, dtype, pairs)
+def _gathered(body: Body, sources: Sequence[Value], index: Value, dtype: str, pairs: bool) -> Value:
+    """One element of each of some rows."""
+    bits = _zero(body)
+    for lane, source in enumerate(sources):
+        one = _element(body, source, index, dtype, pairs)
+        bits = body.build.insert_element(bits, one, ir.Constant(I32, lane))
+    return bits
 
 
 def _paired(body: Body, widened: Sequence[Value]) -> Value:

@@ -36,7 +36,7 @@ of queries → rows of keys; backward: block of keys (their dk and dv in cache) 
 **Sums.** A register adds up a dozen terms, which go to a total; so a term seldom meets a sum that
 is much larger than it. A tile adds up at most one block of 288 terms in float32; what lives longer
 (the value sums y, dq, dk, dv) is float64 in memory, added to by the tile's epilogue, and so is z,
-from eight weights on (`sums`). Columns of Q and K are taken in an order (`layout.orders_of`), and
+from eight weights on (`sums`). Columns of Q and K are taken in an order (`layout.places_of`), and
 large weights are made exact (`exact`, `mend_ir`). All of it is for the bounds of docs/accuracy.md
 on real data.
 

@@ -23,8 +23,8 @@ from ringrt_backends.cpu.layout import (
     flip_of,
     grid,
     longest,
-    orders_of,
     ordinary,
+    places_of,
     score_limit,
     source_of,
     spans_of,
@@ -52,8 +52,8 @@ class TiledGrads:
     units: Units
     given: tuple[Array, Array, Array, Array]
     packed: Rows
-    orders: Array
-    v_orders: Array
+    places: Array
+    v_places: Array
     dq: Array
     own: list[tuple[Block, Scratch]]
     held: list[Any]
@@ -82,12 +82,12 @@ class TiledBackward:
             np.require(x, np.float64, ("C", "W")).reshape(lanes, rows) for x in (lse, delta)
         )
         blocks, kv_lanes = padded // SQUARE, batch * problem.kv_heads
-        orders = orders_of(q, problem, shape)
-        v_orders = orders_of(dout, problem, shape)
+        places = places_of(q, problem, shape)
+        v_places = places_of(dout, problem, shape)
         sizes = shape.depth, shape.panels
-        q_packed = self._pack(q, "q", code, sizes, orders, flip_of(problem, shape.pairs), padded)
+        q_packed = self._pack(q, "q", code, sizes, places, flip_of(problem, shape.pairs), padded)
         sizes = shape.value_depth, shape.value_panels
-        dout_packed = self._pack(dout, "dout", code, sizes, v_orders, np.uint32(0), padded)
+        dout_packed = self._pack(dout, "dout", code, sizes, v_places, np.uint32(0), padded)
         per_row = _per_row(lse, delta, units.unit, padded)
         usable = ordinary(q_packed[2], score_limit(problem)) & ordinary(dout_packed[2])
         usable &= _usable(lse, delta, padded)
@@ -108,7 +108,7 @@ class TiledBackward:
             own.append((block, scratch))
             held += in_block + in_scratch
         given = q, dout, lse, delta
-        grads = TiledGrads(problem, code, units, given, packed, orders, v_orders, dq, own, held)
+        grads = TiledGrads(problem, code, units, given, packed, places, v_places, dq, own, held)
         self._memory.give_back_with(grads, [*packed_arrays, dq])
         return grads
 
@@ -156,9 +156,9 @@ class TiledBackward:
         self, grads: TiledGrads, k: Array, v: Array, dk: Array, dv: Array, work: Work
     ) -> None:
         (k_source, k), (v_source, v) = source_of(k), source_of(v)
-        orders = grads.orders.ctypes.data, grads.v_orders.ctypes.data
+        places = grads.places.ctypes.data, grads.v_places.ctypes.data
         limits = np.float32(score_limit(grads.problem)), np.float32(ORDINARY)
-        source = Source(k_source, v_source, *orders, *limits)
+        source = Source(k_source, v_source, *places, *limits)
         (dk_to, dk_whole), (dv_to, dv_whole) = source_of(dk), source_of(dv)
         self._workers.drive(
             backward.absorb, grid(k.shape[0] * k.shape[2], work.parts), grads.code.shape,
@@ -175,7 +175,7 @@ class TiledBackward:
         name: str,
         code: Code,
         sizes: tuple[int, int],
-        orders: Array,
+        places: Array,
         flip: np.uint32,
         padded: int,
     ) -> tuple[Array, Array, Array]:
@@ -187,10 +187,10 @@ class TiledBackward:
         columns = self._memory.take((lanes, count, padded // each, shape.panel), np.uint32)
         blocks = np.zeros((lanes, padded // SQUARE, 2), np.float32)
         source, x = source_of(x)
-        group = lanes // max(1, len(orders))
+        group = lanes // max(1, len(places))
         self._workers.drive(
             pack.pack_queries, grid(*blocks.shape[:2]),
-            code.at(f"{name}_turned", f"{name}_columns"), source, orders, group, x.shape[1],
+            code.at(f"{name}_turned", f"{name}_columns"), source, places, group, x.shape[1],
             flip, SQUARE, turned,
             Panels(columns.ctypes.data, *columns.shape[1:]), blocks,
         )  # fmt: skip

@@ -28,8 +28,8 @@ from ringrt_backends.cpu.layout import (
     flip_of,
     grid,
     longest,
-    orders_of,
     ordinary,
+    places_of,
     score_limit,
     source_of,
     spans_of,
@@ -62,7 +62,7 @@ class TiledState:
     q: Array
     queries: Queries
     softmax: SoftmaxState
-    orders: Array
+    places: Array
     scratch: list[tuple[Scratch]]
     held: list[Any]
     blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
@@ -89,10 +89,10 @@ class TiledForward:
         take = self._memory.take
         panels = take((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
         y = take((lanes, padded, shape.value_row), np.float64)
-        sizes, orders = np.zeros((lanes, blocks, 2), np.float32), orders_of(q, problem, shape)
+        sizes, places = np.zeros((lanes, blocks, 2), np.float32), places_of(q, problem, shape)
         source, given = source_of(q)
         self._workers.drive(
-            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, orders,
+            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, places,
             problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
             sizes,
         )  # fmt: skip
@@ -107,7 +107,7 @@ class TiledForward:
         scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
         own, held = [(one,) for one in scratch], [given, panels, *arrays]
         softmax = SoftmaxState(m, z, y)
-        state = TiledState(problem, code, units, q, queries, softmax, orders, own, held)
+        state = TiledState(problem, code, units, q, queries, softmax, places, own, held)
         self._memory.give_back_with(state, [panels, y])
         return state
 
@@ -178,7 +178,7 @@ class TiledForward:
         panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
         self._workers.drive(
             pack.pack_keys, grid(count, parts), state.code.at("k_rows", "v_columns"), k, v,
-            state.orders, slot, begin, size, _PART, k_rows, panels, sizes,
+            state.places, slot, begin, size, _PART, k_rows, panels, sizes,
         )  # fmt: skip
         # Of as many keys as are packed at once in backward, so that the same weights are large.
         square = np.maximum.reduceat(sizes[0, ..., 1], np.arange(0, parts, KEYS // _PART), axis=1)
