@@ -20,7 +20,7 @@ _ELEMENTS = {"float32": F32, "float16": ir.HalfType(), "bfloat16": I16}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Rows that are prefetched ahead.
-_AHEAD, _LINE = 12, 64
+_AHEAD, _LINE = 6, 64
 
 #: Where a vector is looked for, and how many of its lanes are there.
 Vectors = Callable[[Value, int, int], Value]
@@ -29,67 +29,35 @@ Vectors = Callable[[Value, int, int], Value]
 def rows(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, place, size): rows of K or V as operand A, side by
-    side: target[r, place[d]] = source[r, d]. `stride` is in bytes, `count` >= 1. `size`, two
-    floats, is raised to the largest magnitude and, unless in pairs, to the square of the longest
-    row."""
-    body = Body(module, machine, name, **_SOURCE, place=PTR, size=PTR)
-    build, args = body.build, body.args
-    depth = dim // 2 if pairs else dim
+    """Emit name(source, stride, count, target, size): rows of K or V as operand A, side by side.
+    `stride` is in bytes, `count` >= 1. `size`, two floats, is raised to the largest magnitude and,
+    unless in pairs, to the square of the longest row."""
+    body = Body(module, machine, name, **_SOURCE, size=PTR)
+    args, depth = body.args, dim // 2 if pairs else dim
 
-    def some(number: Value, tops: Sequence[Value], count: int) -> Sequence[Value]:
-        """So many rows; as places are looked up once for all, four cost half as much."""
-        numbers = [build.add(number, ir.Constant(I64, r)) for r in range(count)]
-        sources = [_row(body, args["source"], r, dim, dtype) for r in numbers]
-        targets = [body.step(args["target"], r, depth, I32) for r in numbers]
-
-        def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
-            place = body.load(args["place"], d, I64)
-            for source, target in zip(sources, targets, strict=True):
-                one = _element(body, source, d, dtype, pairs)
-                build.store(one, body.at(target, place, I32))
-            return []
-
-        body.loop(depth, [], element)
-        for source in sources:
-            tops = _sized(body, tops, source, depth, dtype, pairs)
-        return tops
+    def row(number: Value, tops: Sequence[Value]) -> Sequence[Value]:
+        source = _row(body, args["source"], number, dim, dtype)
+        target = body.step(args["target"], number, depth, I32)
+        top, squares = tops[0], body.floats(0.0)
+        for at in range(0, depth, body.width):
+            lanes = min(body.width, depth - at)
+            bits = _vector(body, source, at, lanes, dtype, pairs)
+            _store_lanes(body, bits, target, at, lanes)
+            top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
+        return [top] if pairs else [top, body.larger(body.sum_of(squares), tops[1])]
 
     zeros = [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
-    tops = _by_fours(body, args["count"], zeros, some)
-    _raise_size(body, *tops)
+    _raise_size(body, *body.loop(args["count"], zeros, row))
 
 
-def _sized(
-    body: Body, tops: Sequence[Value], source: Value, depth: int, dtype: str, pairs: bool
-) -> list[Value]:
-    """The largest magnitudes, and the square of the longest row, with another row."""
-    top, squares = tops[0], body.floats(0.0)
-    for at in range(0, depth, body.width):
-        bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
-        top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
-    return [top] if pairs else [top, body.larger(body.sum_of(squares), tops[1])]
-
-
-def _by_fours(
-    body: Body,
-    count: Value,
-    carried: Sequence[Value],
-    some: Callable[[Value, Sequence[Value], int], Sequence[Value]],
-) -> Sequence[Value]:
-    """Do some(first, values, 4), and some(last, values, 1) with what is left of count."""
-    build, four = body.build, ir.Constant(I64, 4)
-    fours = build.sdiv(count, four)
-    whole = build.mul(fours, four)
-    carried = body.loop(
-        fours, carried, lambda i, now: some(build.mul(i, four), now, 4), maybe_none=True
-    )
-    return body.loop(
-        build.sub(count, whole),
-        carried,
-        lambda i, now: some(build.add(whole, i), now, 1),
-        maybe_none=True,
-    )
+def _store_lanes(body: Body, bits: Value, target: Value, at: int, lanes: int) -> None:
+    """The first lanes of a vector: what comes after them is not this row's."""
+    if lanes == body.width:
+        body.store(bits, target, at)
+        return
+    for lane in range(lanes):
+        one = body.build.extract_element(bits, ir.Constant(I32, lane))
+        body.build.store(one, body.at(target, at + lane, I32))
 
 
 def columns(
