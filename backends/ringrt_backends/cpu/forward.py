@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
-from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW
+from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, SQUARE
 from ringrt_backends.cpu.exact import limit
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
@@ -21,7 +21,7 @@ _ROW = (QUERIES + SKEW) * 4
 class Keys(NamedTuple):
     """A chunk of K and V, packed: addresses of k `[slots, k_rows, depth]` and v `[slots, panels,
     v_rows, panel]`. It holds the keys from `begin` to `end` of the shard. `ordinary` `[slots,
-    parts]`, of `part` keys each; see `layout.ORDINARY`. `square` `[slots, blocks]`, of KEYS each:
+    parts]`, of `part` keys each; see `layout.ORDINARY`. `square` `[slots, blocks]`, of SQUARE each:
     that of the longest row of K."""
 
     k: int
@@ -119,7 +119,7 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
     v = keys.v + slot * shape.value_panels * keys.v_rows * shape.panel * 4
     for begin in range(low // shape.rows * shape.rows, high, KEYS):
         end = min(begin + KEYS, high)
-        square = max(keys.square[slot, begin // KEYS], keys.square[slot, (end - 1) // KEYS])
+        square = max(keys.square[slot, begin // SQUARE], keys.square[slot, (end - 1) // SQUARE])
         large = limit(units.large, units.factor, queries.square[lane], square)
         for panel in range(QUERIES // shape.panel):
             bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
@@ -157,7 +157,7 @@ def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # ty
         a, b = k + key * shape.depth * 4, v + key * shape.panel * 4
         m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
         stride = keys.v_rows * shape.panel
-        square = keys.square[slot, key // KEYS]
+        square = keys.square[slot, key // SQUARE]
         large = limit(units.large, units.factor, queries.square[lane], square)
         call(at[_MEND], (note, a, q, order, units.scale, m, z, y, b, stride, large))
     scratch.marks[0] = 0

@@ -18,7 +18,16 @@ from ringrt.plan.problem import Problem
 from ringrt.plan.tiles import TileTable
 from ringrt.softmax_state import SoftmaxState
 from ringrt_backends.cpu import careful, forward, pack
-from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, Code, Shape, forward_code, heads_of
+from ringrt_backends.cpu.compiled import (
+    KEYS,
+    QUERIES,
+    SKEW,
+    SQUARE,
+    Code,
+    Shape,
+    forward_code,
+    heads_of,
+)
 from ringrt_backends.cpu.forward import Keys, Queries, Scratch
 from ringrt_backends.cpu.layout import (
     Blocks,
@@ -44,7 +53,7 @@ from ringrt_backends.cpu.workers import Workers
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
 #: be taken one after the other.
 _CHUNK, _CHUNK_BYTES = 32 * KEYS, 1 << 25
-#: Keys that are packed by one task, with a size of their own (see `pack`): even, a part of KEYS.
+#: Keys that are packed by one task, with a size of their own (see `pack`): even, a part of SQUARE.
 _PART = 96
 #: Tasks that are in line at once for each thread, lest some wait for the last ones at the end.
 _TASKS_A_THREAD = 8
@@ -181,7 +190,7 @@ class TiledForward:
             slot, begin, size, _PART, k_rows, panels, sizes,
         )  # fmt: skip
         # Of as many keys as are packed at once in backward, so that the same weights are large.
-        square = np.maximum.reduceat(sizes[0, ..., 1], np.arange(0, parts, KEYS // _PART), axis=1)
+        square = np.maximum.reduceat(sizes[0, ..., 1], np.arange(0, parts, SQUARE // _PART), axis=1)
         return Keys(
             k_rows.ctypes.data, v_panels.ctypes.data, rows, v_panels.shape[2], begin, end, _PART,
             ordinary(sizes[0], score_limit(state.problem)) & ordinary(sizes[1]), square,
