@@ -42,16 +42,16 @@ def test_a_note_s_large_weights_become_exact(name, dim):
     v = rng.standard_normal((2, stride)).astype(np.float32)
     old = rng.uniform(0.2, 0.9, width).astype(np.float32)
     old[1] = 0  # masked: it was no weight
-    scale, limit, order = np.float32(0.3), np.float32(1 / 50), rng.permutation(dim)
+    scale, limit = np.float32(0.3), np.float32(1 / 50)
     since = np.exp2(noted - m)
-    new = np.exp2(float(scale) * (k[order].astype(float) @ q[:, :width]) - noted)
+    new = np.exp2(float(scale) * (k.astype(float) @ q[:, :width]) - noted)
     change = np.where(old * since > z * limit, (new - old) * since, 0)
     values = np.concatenate((v[0, : machine.panel], v[1, :width])).astype(float)
     want_z, want_y = z + change, y + change[:, None] * values
     assert (change != 0).any()
     assert (change == 0).any()
     note = np.concatenate((old, noted))
-    mend(note, k, q, order, scale, m, z, y, v, stride, limit)
+    mend(note, k, q, scale, m, z, y, v, stride, limit)
     np.testing.assert_allclose(z, want_z, rtol=1e-6)
     np.testing.assert_allclose(y, want_y, rtol=0, atol=5e-6)
 

@@ -34,22 +34,27 @@ def shapes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_as_operand_a(name):
+@pytest.mark.parametrize("emit", [pack_ir.rows, pack_ir.rows_in_place])
+@pytest.mark.parametrize("count", [1, 3, 4, 12, 14])
+def test_rows_as_operand_a(name, emit, count):
+    """Nothing is written beyond the last one; a size is only ever raised."""
     rng = np.random.default_rng(0)
     for dtype, dim, pairs, machine in shapes(name):
         kind = {"dim": dim, "dtype": dtype, "pairs": pairs}
-        function = Function(machine, lambda *module, kind=kind: pack_ir.rows(*module, **kind))
-        x = rng.standard_normal((13, dim + 3)).astype(numpy_dtype(dtype))
+        function = Function(machine, lambda *module, kind=kind: emit(*module, **kind))
+        x = rng.standard_normal((count, dim + 3)).astype(numpy_dtype(dtype))
         depth = dim // 2 if pairs else dim
-        target, size = np.full((13, depth), 7, np.uint32), np.zeros(2, np.float32)
-        function(x, x.strides[0], 12, target, size)
-        wide = np.ascontiguousarray(x[:12, :dim])
+        target, size = np.full((count + 1, depth), 7, np.uint32), np.zeros(2, np.float32)
+        place = rng.permutation(depth) if emit is pack_ir.rows_in_place else np.arange(depth)
+        places = (place,) if emit is pack_ir.rows_in_place else ()
+        function(x, x.strides[0], count, target, *places, size)
+        wide = np.ascontiguousarray(x[:, :dim])
         want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
-        np.testing.assert_array_equal(target[:12], want)
-        np.testing.assert_array_equal(target[12:], 7)
-        assert_size(size, x[:12, :dim], pairs)
+        np.testing.assert_array_equal(target[:count, place], want)
+        np.testing.assert_array_equal(target[count], 7)
+        assert_size(size, x[:, :dim], pairs)
         before = size.copy()
-        function(x[:1] * 0, x.strides[0], 1, target, size)
+        function(x[:1] * 0, x.strides[0], 1, target, *places, size)
         np.testing.assert_array_equal(size, before)
 
 
@@ -113,8 +118,9 @@ def test_peaks_are_of_every_element(name, bad):
                 size, target = np.zeros(2, np.float32), np.zeros((40, 64), np.uint32)
                 rest = {
                     0: (),
-                    1: (20 * machine.panel,),
-                    2: (np.arange(dim), np.uint32(0)),
+                    1: (np.arange(dim),),
+                    2: (20 * machine.panel,),
+                    3: (np.arange(dim), np.uint32(0)),
                 }
                 emit(x, x.strides[0], 5, target, *rest[number], size)
                 assert size.view(np.uint32)[0] == wanted
@@ -128,7 +134,7 @@ class _Packing(dict):
         kind = {"dim": 19, "dtype": dtype, "pairs": False}
         self[key] = [
             Function(machine_of(name), lambda *module, emit=emit: emit(*module, **kind))
-            for emit in (pack_ir.rows, pack_ir.columns, pack_ir.turned)
+            for emit in (pack_ir.rows, pack_ir.rows_in_place, pack_ir.columns, pack_ir.turned)
         ]
         return self[key]
 

@@ -29,8 +29,7 @@ class Rows(NamedTuple):
     """What belongs to the queries, packed once a pass: addresses of q and dout as panels that are
     summed over columns `[lanes, panels, depth, panel]` and over rows `[lanes, panels, rows,
     panel]` (half the rows, in pairs); of lse in units, as the sum of two float32, and delta
-    `[lanes, rows]`; and of the `order` of q's columns, of each `group` of lanes (see
-    `layout.Columns`). `[lanes, blocks]`: whether they are `ordinary` (see `layout.ORDINARY`), and
+    `[lanes, rows]`. `[lanes, blocks]`: whether they are `ordinary` (see `layout.ORDINARY`), and
     whether dq is still `fresh`, that is unset, for 0; `[lanes]`: q's longest row's `square`."""
 
     q: int
@@ -40,8 +39,6 @@ class Rows(NamedTuple):
     lse: int
     rest: int
     delta: int
-    order: int
-    group: int
     rows: int
     ordinary: Any
     fresh: Any
@@ -97,10 +94,12 @@ class Work(NamedTuple):
 
 
 class Source(NamedTuple):
-    """K and V of the shard (see `pack.Source`), and the largest peak that is ordinary."""
+    """K and V of the shard (see `pack.Source`), the address of the places of K's columns `[KV
+    lanes, depth]`, and the largest peak that is ordinary."""
 
     k: Any
     v: Any
+    places: int
     k_ordinary: np.float32
     v_ordinary: np.float32
 
@@ -141,8 +140,8 @@ def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-
     block.sizes[:] = 0
     k_size, v_size, count = base(block.sizes), base(block.sizes) + 8, end - begin
     k, v = where(source.k, lane, begin), where(source.v, lane, begin)
-    panels = block.k_columns
-    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, k_size))
+    place, panels = source.places + lane * shape.depth * 8, block.k_columns
+    call(at[_K_ROWS], (k, source.k.row_stride, count, block.k, place, k_size))
     stride = panels.rows * panels.panel
     call(at[_K_COLUMNS], (k, source.k.row_stride, count, panels.address, stride, k_size))
     call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_size))
@@ -204,7 +203,6 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
     lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
-    order = rows.order + lane // rows.group * shape.depth * 8
     large = limit(units.large, units.factor, rows.square[lane], block.sizes[0, 1])
     groups = -(-(top - bottom) // shape.rows)
     full, rest_of = runs(bottom, groups, shape.rows, full_from, full_to)
@@ -220,9 +218,7 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
         else:
             to = (key * (SQUARE + SKEW) + column) * 4
             p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
-        common = (
-            k, q, order, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope, large,
-        )  # fmt: skip
+        common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope, large)
         if stop == rest_of and start == full:
             call(at[_PROB], common)
         else:

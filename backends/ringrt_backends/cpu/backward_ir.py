@@ -27,20 +27,20 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, order, p, narrow, groups, scale, lse, rest, cap, slope, limit[, SPAN]):
+    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope, limit[, first, last, row]):
 
         P = 2^(scale·A·B − lse − rest)
 
-    for groups >= 1 tiles of keys, one after the other, 0 where masked; A in that order (see
-    `product`), lse as the sum of two float32 a column. If `capped`, t = tanh(cap·A·B) in place of
-    A·B, and slope = 1 − t². p and slope have rows of `p_row` floats; with `pairs` P goes to narrow
-    as well, in rows of `p_row` bf16, and p and slope are panels. `later` bytes a step are read
-    ahead. Weights above `limit` are computed once more; see `exact`.
+    for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
+    float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
+    slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
+    bf16, and p and slope are panels. `later` bytes a step are read ahead. Weights above `limit`
+    are computed once more; see `exact`.
     """
     extra = SPAN if masked else {}
     body = Body(
-        module, machine, name, a=PTR, b=PTR, order=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32,
-        lse=PTR, rest=PTR, cap=F32, slope=PTR, limit=F32, **extra,
+        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32, lse=PTR,
+        rest=PTR, cap=F32, slope=PTR, limit=F32, **extra,
     )  # fmt: skip
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
@@ -49,8 +49,7 @@ def prob(
         a = body.step(args["a"], group, rows * depth)
         ahead = next_rows(body, a, depth), _next_panel(body, group, depth, later)
         tile = product(
-            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead,
-            order=args["order"],
+            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
         )  # fmt: skip
         if capped:
             cap_scores(body, tile)

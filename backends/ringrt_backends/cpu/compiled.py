@@ -134,7 +134,7 @@ def forward_module(
     shape = shape_of(machine, dim, value_dim, pairs)
     module = ir.Module()
     kind: Any = {"dtype": dtype, "pairs": pairs}
-    pack_ir.rows(module, machine, "k_rows", dim=dim, **kind)
+    pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "v_columns", dim=value_dim, **kind)
     pack_ir.turned(module, machine, "q_turned", dim=dim, **kind)
     pack_ir.rounded(module, machine, "out_rounded", dim=value_dim, dtype=dtype)
@@ -167,7 +167,7 @@ def backward_module(
     for name, size in (("q", dim), ("dout", value_dim)):
         pack_ir.turned(module, machine, f"{name}_turned", dim=size, **kind)
         pack_ir.columns(module, machine, f"{name}_columns", dim=size, **kind)
-    pack_ir.rows(module, machine, "k_rows", dim=dim, **kind)
+    pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
     pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
     pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row)

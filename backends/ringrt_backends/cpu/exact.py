@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from ringrt_backends.cpu.calls import inner
-from ringrt_backends.cpu.vectors import F32, I1, I64, Body, Value
+from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
 #: From this part of a row's sum on a weight is large: a row has 64 of them at most.
 LARGE = 1 / 64
@@ -55,13 +55,12 @@ def any_of(body: Body, lanes: Value) -> Value:
 
 def weights(body: Body, a: Value, b: Value, at: int, depth: int, less: Sequence[Value]) -> Value:
     """2^(scale · A·B − Σ less) of one row of A and the vector of a panel of B that begins at `at`,
-    the exponent in float64; scale is an argument of the function, and so is A's order."""
+    the exponent in float64; scale is an argument of the function."""
     build = body.build
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
         column = wide(body, body.load(body.step(b, k, body.machine.panel), at))
-        scalar = body.at(a, body.load(body.args["order"], k, I64))
-        scalar = build.load(scalar, align=4, typ=F32)
+        scalar = build.load(body.at(a, k), align=4, typ=F32)
         return [body.fma(column, wide(body, body.splat(scalar)), sums[0])]
 
     zero = ir.Constant(body.doubles, [0.0] * body.width)

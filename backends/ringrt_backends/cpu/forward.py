@@ -38,9 +38,8 @@ class Keys(NamedTuple):
 class Queries(NamedTuple):
     """Addresses of q `[lanes, panels, depth, panel]` and of the state: m and z `[lanes, rows]` and
     y `[lanes, rows, value_row]`, float64, m in units (see `layout.Units`) and a float32 number
-    unless it is beyond these; of the `order` of columns, of each `group` of lanes (see
-    `layout.Columns`). `[lanes, blocks]`: whether q is `ordinary`, and whether y is still `fresh`,
-    that is unset, for 0; `[lanes]`: the `square` of the longest row."""
+    unless it is beyond these. `[lanes, blocks]`: whether q is `ordinary`, and whether y is still
+    `fresh`, that is unset, for 0; `[lanes]`: the `square` of the longest row."""
 
     q: int
     panels: int
@@ -48,8 +47,6 @@ class Queries(NamedTuple):
     z: int
     y: int
     rows: int
-    order: int
-    group: int
     ordinary: Any
     fresh: Any
     square: Any
@@ -148,7 +145,6 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
 @inner
 def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # type: ignore[no-untyped-def]
     """Mend the weights that were noted of a block of queries, if they are still large."""
-    order = queries.order + lane // queries.group * shape.depth * 8
     for number in range(scratch.marks[0]):
         key, column = scratch.marks[1 + 2 * number], scratch.marks[2 + 2 * number]
         panel = (lane * queries.panels + (q0 + column) // shape.panel) * shape.depth * shape.panel
@@ -159,7 +155,7 @@ def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # ty
         stride = keys.v_rows * shape.panel
         square = keys.square[slot, key // SQUARE]
         large = limit(units.large, units.factor, queries.square[lane], square)
-        call(at[_MEND], (note, a, q, order, units.scale, m, z, y, b, stride, large))
+        call(at[_MEND], (note, a, q, units.scale, m, z, y, b, stride, large))
     scratch.marks[0] = 0
 
 
@@ -169,7 +165,6 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, large, quer
     begins at `begin`."""
     column = panel * shape.panel
     full_from, full_to = full_range(panel, shape, scratch.first, scratch.last)
-    order = queries.order + lane // queries.group * shape.depth * 8
     q_panel = lane * queries.panels + q0 // shape.panel + panel
     q = queries.q + q_panel * shape.depth * shape.panel * 4
     s = scratch.scores + (bottom - begin) * _ROW + column * 4
@@ -182,10 +177,9 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, large, quer
         key = bottom + start * shape.rows
         a, to, count = k + key * shape.depth * 4, s + (key - bottom) * _ROW, stop - start
         if stop == rest and start == full:
-            call(at[_SCORE], (a, q, order, to, count, scratch.top, units.cap))
+            call(at[_SCORE], (a, q, to, count, scratch.top, units.cap))
         else:
-            masked = (a, q, order, to, count, scratch.top, units.cap, first, last, key)
-            call(at[_SCORE_MASKED], masked)
+            call(at[_SCORE_MASKED], (a, q, to, count, scratch.top, units.cap, first, last, key))
     each = 2 if shape.pairs else 1
     row = lane * queries.rows + q0 + column
     p = scratch.weights + (bottom - begin) // each * _ROW + column * 4

@@ -50,21 +50,18 @@ def score(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, order, s, groups, top, cap[, SPAN]): S = A·B, or if `capped` tanh(cap·A·B), A
-    in that order (see `product`), for groups >= 1 tiles of keys, one after the other; top = the
-    larger of itself and each column's maximum. What is masked is −inf."""
+    """Emit name(a, b, s, groups, top, cap[, first, last, row]): S = A·B for groups >= 1 tiles of
+    keys, one after the other, or if `capped` tanh(cap·A·B); top = the larger of itself and each
+    column's maximum. What is masked is −inf."""
     extra = SPAN if masked else {}
-    body = Body(
-        module, machine, name, a=PTR, b=PTR, order=PTR, s=PTR, groups=I64, top=PTR, cap=F32, **extra
-    )  # fmt: skip
+    body = Body(module, machine, name, a=PTR, b=PTR, s=PTR, groups=I64, top=PTR, cap=F32, **extra)
     args, rows = body.args, machine.rows
 
     def tile_of_scores(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a, s = body.step(args["a"], group, rows * depth), body.step(args["s"], group, rows * s_row)
         ahead = [next_rows(body, a, depth)]
         tile = product(
-            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead,
-            order=args["order"],
+            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
         )  # fmt: skip
         if capped:
             cap_scores(body, tile)

@@ -25,7 +25,7 @@ ORDINARY = 1e9
 #: an exponent that float32 does not have.
 _LARGEST_SCORE, _LARGEST_MAXIMUM = 2.0**27, 2.0**31
 
-#: Rows of q that are looked at for the order of its columns.
+#: Rows of q that are looked at for the places of its columns.
 _SAMPLE = 256
 
 
@@ -102,17 +102,10 @@ def source_of(x: Array) -> tuple[Source, Array]:
     return Source(x.ctypes.data, batch, row, head, x.shape[2]), x
 
 
-class Columns(NamedTuple):
-    """In which `order` the products of each KV head's scores are added up, and each column's
-    `place` in that; int64 `[lanes, depth]`."""
-
-    order: Array
-    place: Array
-
-
-def columns_of(q: Array, problem: Problem, shape: Shape) -> Columns:
-    """q's large columns come last. In real models these cancel one another, and whatever is added
-    while their sum is large is rounded as coarsely as they are."""
+def places_of(q: Array, problem: Problem, shape: Shape) -> Array:
+    """Where each column of a KV head's q and k comes in the sums of their products, int64 `[lanes,
+    depth]`: q's large columns last. In real models these cancel one another, and whatever is
+    added while their sum is large is rounded as coarsely as they are."""
     sample = q[:, :: max(1, q.shape[1] // _SAMPLE)].astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         heads = problem.kv_heads, problem.group
@@ -120,8 +113,8 @@ def columns_of(q: Array, problem: Problem, shape: Shape) -> Columns:
         weight = square.sum(axis=(1, 3)).reshape(q.shape[0] * problem.kv_heads, q.shape[3])
     if shape.pairs:
         weight = weight[:, ::2] + weight[:, 1::2]
-    order = np.argsort(weight, axis=1, kind="stable").astype(np.int64)
-    return Columns(order, np.argsort(order, axis=1, kind="stable").astype(np.int64))
+    order = np.argsort(weight, axis=1, kind="stable")
+    return np.argsort(order, axis=1, kind="stable").astype(np.int64)
 
 
 def flip_of(problem: Problem, pairs: bool) -> np.uint32:

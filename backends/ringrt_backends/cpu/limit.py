@@ -55,7 +55,7 @@ def _emit(module: ir.Module, machine: Machine, name: str, pairs: bool) -> None:
 
     def step(number: Value, sums: Sequence[Value]) -> Sequence[Value]:
         k = body.build.and_(number, ir.Constant(I64, _DEPTH - 1))
-        return multiply(body, a, b, k, k, sums, _DEPTH, 1, 2, pairs)
+        return multiply(body, a, b, k, sums, _DEPTH, 1, 2, pairs)
 
     sums = [body.floats(0.0)] * (2 * machine.rows)
     for number, total in enumerate(body.loop(steps, sums, step)):

@@ -90,15 +90,15 @@ def _append(body: Body, at: int, number: Value, weights: Value, maxima: Value) -
 
 
 def mend(module: ir.Module, machine: Machine, name: str, *, depth: int, value_row: int) -> None:
-    """Emit name(note, k, q, order, scale, m, z, y, v, v_stride, limit): of a note's weights, those
-    that are large now, above `limit` · z, are computed once more, from the row `k` of operand A, in
-    that order, and the vector of a panel of operand B that begins at `q`; z and the rows of y
-    change by the difference. m, z and y, rows of `value_row`, are float64. `v` is the key's row in
-    the first panel of V, and the next one's is `v_stride` floats on. The note is lost."""
+    """Emit name(note, k, q, scale, m, z, y, v, v_stride, limit): of a note's weights, those that
+    are large now, above `limit` · z, are computed once more, from the row `k` of operand A and the
+    vector of a panel of operand B that begins at `q`; z and the rows of y change by the difference.
+    m, z and y, rows of `value_row`, are float64. `v` is the key's row in the first panel of V, and
+    the next one's is `v_stride` floats on. The note is lost."""
     pointers = {key: PTR for key in ("m", "z", "y", "v")}
     body = Body(
-        module, machine, name, note=PTR, k=PTR, q=PTR, order=PTR, scale=F32, **pointers,
-        v_stride=I64, limit=F32,
+        module, machine, name, note=PTR, k=PTR, q=PTR, scale=F32, **pointers, v_stride=I64,
+        limit=F32,
     )  # fmt: skip
     build, args = body.build, body.args
     old, noted = body.load(args["note"]), body.load(args["note"], body.width)

@@ -38,11 +38,11 @@ def where(source, lane, row):  # type: ignore[no-untyped-def]
 
 
 @driver
-def pack_keys(control, tasks, at, k, v, slot, first, count, part, rows, panels, sizes):  # type: ignore[no-untyped-def]
+def pack_keys(control, tasks, at, k, v, places, slot, first, count, part, rows, panels, sizes):  # type: ignore[no-untyped-def]
     """Rows [first, first + count) of the KV lanes slot, slot + 1, ..., by the functions at[0] and
-    at[1]: of K as operand A, `rows` `[slots, >= count, depth]`; of V as `panels` that are summed
-    over rows. A task is (slot, number of a part), of `part` rows, an even number; `sizes` `[2,
-    slots, parts, 2]`."""
+    at[1]: of K as operand A, `rows` `[slots, >= count, depth]`, elements at their `places` `[KV
+    lanes, depth]`; of V as `panels` that are summed over rows. A task is (slot, number of a part),
+    of `part` rows, an even number; `sizes` `[2, slots, parts, 2]`."""
     depth, each = rows.shape[2], rows.shape[1] // panels.rows
     lane_bytes = panels.number * panels.rows * panels.panel * 4
     while True:
@@ -56,8 +56,11 @@ def pack_keys(control, tasks, at, k, v, slot, first, count, part, rows, panels, 
             base(sizes) + (lane * sizes.shape[2] + number) * 8,
             sizes.shape[1] * sizes.shape[2] * 8,
         )
-        to = base(rows) + (lane * rows.shape[1] + row) * depth * 4
-        call(at[0], (where(k, slot + lane, first + row), k.row_stride, height, to, size))
+        to, place = (
+            base(rows) + (lane * rows.shape[1] + row) * depth * 4,
+            base(places) + (slot + lane) * depth * 8,
+        )
+        call(at[0], (where(k, slot + lane, first + row), k.row_stride, height, to, place, size))
         to = panels.address + lane * lane_bytes + row // each * panels.panel * 4
         stride = panels.rows * panels.panel
         source = where(v, slot + lane, first + row)
@@ -69,7 +72,7 @@ def pack_queries(  # type: ignore[no-untyped-def]
     control, tasks, at, source, places, group, count, flip, part, panels, columns, sizes
 ):
     """Rows [0, count) of all lanes: by the function at[0] transposed, as panels that are summed
-    over columns, `panels` `[lanes, panels, depth, panel]`, depth at their `places` `[lanes //
+    over columns, `panels` `[lanes, panels, depth, panel]`, depth at its `places` `[lanes //
     group, depth]`; and by at[1], if it is not 0, as `columns` that are summed over rows. `flip` is
     XORed to each element of the first. A task is (lane, number of a part); `part` is a multiple of
     the panel's width and even; sizes `[lanes, parts, 2]`."""

@@ -8,7 +8,7 @@ foresees where the next one is: they are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -19,17 +19,17 @@ from ringrt_backends.cpu.vectors import F32, F64, I8, I16, I32, I64, PTR, Body, 
 _ELEMENTS = {"float32": F32, "float16": ir.HalfType(), "bfloat16": I16}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-#: Rows that are prefetched ahead.
+#: Rows that are prefetched ahead. With heads of 128 they are often a power of two apart, and of one
+#: set of the first-level cache, which has room for 8.
 _AHEAD, _LINE = 6, 64
-
-#: Where a vector is looked for, and how many of its lanes are there.
-Vectors = Callable[[Value, int, int], Value]
+#: Rows of K at a time.
+_FOUR = 4
 
 
 def rows(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
-    """Emit name(source, stride, count, target, size): rows of K or V as operand A, side by side.
+    """Emit name(source, stride, count, target, size): rows of V as operand A, side by side.
     `stride` is in bytes, `count` >= 1. `size`, two floats, is raised to the largest magnitude and,
     unless in pairs, to the square of the longest row."""
     body = Body(module, machine, name, **_SOURCE, size=PTR)
@@ -38,16 +38,66 @@ def rows(
     def row(number: Value, tops: Sequence[Value]) -> Sequence[Value]:
         source = _row(body, args["source"], number, dim, dtype)
         target = body.step(args["target"], number, depth, I32)
-        top, squares = tops[0], body.floats(0.0)
         for at in range(0, depth, body.width):
             lanes = min(body.width, depth - at)
             bits = _vector(body, source, at, lanes, dtype, pairs)
             _store_lanes(body, bits, target, at, lanes)
-            top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
-        return [top] if pairs else [top, body.larger(body.sum_of(squares), tops[1])]
+        return _sized(body, tops, source, depth, dtype, pairs)
 
-    zeros = [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
-    _raise_size(body, *body.loop(args["count"], zeros, row))
+    _raise_size(body, *body.loop(args["count"], _no_size(body, pairs), row))
+
+
+def rows_in_place(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
+) -> None:
+    """Emit name(source, stride, count, target, place, size): likewise rows of K, each element in
+    its place: target[r, place[d]] = source[r, d]."""
+    body = Body(module, machine, name, **_SOURCE, place=PTR, size=PTR)
+    build, args, depth = body.build, body.args, dim // 2 if pairs else dim
+
+    def some(number: Value, tops: Sequence[Value], count: int) -> Sequence[Value]:
+        """So many rows: places are looked up once for all of them."""
+        numbers = [build.add(number, ir.Constant(I64, r)) for r in range(count)]
+        sources = [_row(body, args["source"], r, dim, dtype, ahead=_FOUR) for r in numbers]
+        targets = [body.step(args["target"], r, depth, I32) for r in numbers]
+
+        def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
+            place = body.load(args["place"], d, I64)
+            for source, target in zip(sources, targets, strict=True):
+                one = _element(body, source, d, dtype, pairs)
+                build.store(one, body.at(target, place, I32))
+            return []
+
+        body.loop(depth, [], element)
+        for source in sources:
+            tops = _sized(body, tops, source, depth, dtype, pairs)
+        return tops
+
+    four = ir.Constant(I64, _FOUR)
+    fours = build.sdiv(args["count"], four)
+    whole = build.mul(fours, four)
+    tops = body.loop(
+        fours, _no_size(body, pairs), lambda i, now: some(build.mul(i, four), now, _FOUR),
+        maybe_none=True,
+    )  # fmt: skip
+    left = build.sub(args["count"], whole)
+    tops = body.loop(left, tops, lambda i, now: some(build.add(whole, i), now, 1), maybe_none=True)
+    _raise_size(body, *tops)
+
+
+def _no_size(body: Body, pairs: bool) -> list[Value]:
+    return [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
+
+
+def _sized(
+    body: Body, tops: Sequence[Value], source: Value, depth: int, dtype: str, pairs: bool
+) -> list[Value]:
+    """The largest magnitudes, and the square of the longest row, with another row."""
+    top, squares = tops[0], body.floats(0.0)
+    for at in range(0, depth, body.width):
+        bits = _vector(body, source, at, min(body.width, depth - at), dtype, pairs)
+        top, squares = _largest(body, top, bits, pairs), _squared(body, bits, squares)
+    return [top] if pairs else [top, body.larger(body.sum_of(squares), tops[1])]
 
 
 def _store_lanes(body: Body, bits: Value, target: Value, at: int, lanes: int) -> None:
@@ -226,13 +276,15 @@ def _cuts(dim: int, width: int) -> list[tuple[int, int]]:
     return vectors + [(at, 1) for at in range(whole, dim)]
 
 
-def _row(body: Body, first: Value, number: Value, dim: int, dtype: str) -> Value:
+def _row(
+    body: Body, first: Value, number: Value, dim: int, dtype: str, ahead: int = _AHEAD
+) -> Value:
     """The address of a row, `number` strides after the first; one further on is prefetched."""
     build, args = body.build, body.args
     source = body.at(first, build.mul(number, args["stride"]), I8)
-    ahead = build.mul(args["stride"], ir.Constant(I64, _AHEAD))
+    far = build.mul(args["stride"], ir.Constant(I64, ahead))
     for line in range(0, dim * _BYTES[dtype], _LINE):
-        body.prefetch(body.at(source, build.add(ahead, ir.Constant(I64, line)), I8))
+        body.prefetch(body.at(source, build.add(far, ir.Constant(I64, line)), I8))
     return source
 
 

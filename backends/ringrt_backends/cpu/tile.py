@@ -12,8 +12,7 @@ enough to hide the latency of a multiply-add, and where there are 32 registers, 
 in registers beside them (see Sums).
 
 **A** is read scalar by scalar, so its layout is free: the strides of r and k may be (ld, 1) or
-(1, ld). A transposed operand costs nothing, and no operand is ever transposed for A's sake; nor
-need its columns be in the order in which they are summed up (`order` of `product`).
+(1, ld). A transposed operand costs nothing, and no operand is ever transposed for A's sake.
 **B** wants its vectors side by side for each k: a *panel*, `[k, 2 vectors]`, packed. All strides
 are constants of the compiled code, so an operand takes one register for its address.
 
@@ -37,7 +36,7 @@ of queries → rows of keys; backward: block of keys (their dk and dv in cache) 
 **Sums.** A register adds up a dozen terms, which go to a total; so a term seldom meets a sum that
 is much larger than it. A tile adds up at most one block of 288 terms in float32; what lives longer
 (the value sums y, dq, dk, dv) is float64 in memory, added to by the tile's epilogue, and so is z,
-from eight weights on (`sums`). Columns of Q and K are taken in an order (`layout.Columns`), and
+from eight weights on (`sums`). Columns of Q and K are taken in an order (`layout.places_of`), and
 large weights are made exact (`exact`, `mend_ir`). All of it is for the bounds of docs/accuracy.md
 on real data.
 
@@ -95,20 +94,17 @@ def product(
     pairs: bool = False,
     less: Sequence[Value] | None = None,
     ahead: Sequence[Ahead] = (),
-    order: Value | None = None,
 ) -> list[list[Value]]:
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
     elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
     from every row, one vector for each: as the totals begin with it, they stay as small as the
-    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile. `order`,
-    int64: which column of A belongs to each row of B, if it is not the same."""
+    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile."""
     build, rows = body.build, body.machine.rows
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
         for what in ahead:
             body.prefetch(body.step(what.address, k, what.bytes_a_step, I8))
-        column = k if order is None else body.load(order, k, I64)
-        return multiply(body, a, b, k, column, sums, a_row, a_step, vectors, pairs)
+        return multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
     totals = [build.fneg(x) for x in less] * rows if less else zeros
@@ -208,19 +204,18 @@ def multiply(
     a: Value,
     b: Value,
     k: Value,
-    column: Value,
     sums: Sequence[Value],
     a_row: int,
     a_step: int,
     vectors: int,
     pairs: bool,
 ) -> Sequence[Value]:
-    """One step: a column of A times row k of B, added to the sums."""
+    """One step: column k of A times row k of B, added to the sums."""
     build, machine = body.build, body.machine
     element, kind = (I32, body.ints) if pairs else (F32, body.vector)
     from_b = body.at(b, build.mul(k, ir.Constant(I64, machine.panel)))
     columns = [body.load(from_b, vector * body.width, kind) for vector in range(vectors)]
-    from_a = body.at(a, build.mul(column, ir.Constant(I64, a_step)))
+    from_a = body.at(a, build.mul(k, ir.Constant(I64, a_step)))
     multiply, following = body.dot if pairs else body.fma, []
     for row in range(machine.rows):
         scalar = build.load(body.at(from_a, row * a_row), align=4, typ=element)

@@ -19,12 +19,12 @@ from ringrt_backends.cpu.layout import (
     Blocks,
     Units,
     blocks_of,
-    columns_of,
     first_key,
     flip_of,
     grid,
     longest,
     ordinary,
+    places_of,
     score_limit,
     source_of,
     spans_of,
@@ -52,6 +52,7 @@ class TiledGrads:
     units: Units
     given: tuple[Array, Array, Array, Array]
     packed: Rows
+    places: Array
     dq: Array
     own: list[tuple[Block, Scratch]]
     held: list[Any]
@@ -80,12 +81,14 @@ class TiledBackward:
             np.require(x, np.float64, ("C", "W")).reshape(lanes, rows) for x in (lse, delta)
         )
         blocks, kv_lanes = padded // SQUARE, batch * problem.kv_heads
-        columns, as_they_are = columns_of(q, problem, shape), np.arange(shape.value_depth)[None]
+        places, as_it_is = (
+            places_of(q, problem, shape),
+            np.arange(shape.value_depth, dtype=np.int64)[None],
+        )
         sizes = shape.depth, shape.panels
-        flip = flip_of(problem, shape.pairs)
-        q_packed = self._pack(q, "q", code, sizes, columns.place, flip, padded)
+        q_packed = self._pack(q, "q", code, sizes, places, flip_of(problem, shape.pairs), padded)
         sizes = shape.value_depth, shape.value_panels
-        dout_packed = self._pack(dout, "dout", code, sizes, as_they_are, np.uint32(0), padded)
+        dout_packed = self._pack(dout, "dout", code, sizes, as_it_is, np.uint32(0), padded)
         per_row = _per_row(lse, delta, units.unit, padded)
         usable = ordinary(q_packed[2], score_limit(problem)) & ordinary(dout_packed[2])
         usable &= _usable(lse, delta, padded)
@@ -94,11 +97,11 @@ class TiledBackward:
         fresh = np.ones((lanes, blocks), np.uint8)
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
-        held = [*packed_arrays, *per_row, columns.order]
+        held = [*packed_arrays, *per_row]
         at = [x.ctypes.data for x in held]
         packed = Rows(
-            at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], problem.group, padded, usable,
-            fresh, longest(q_packed[2]),
+            at[0], at[1], at[2], at[3], at[4], at[5], at[6], padded, usable, fresh,
+            longest(q_packed[2]),
         )  # fmt: skip
         own = []
         for _ in range(self._workers.count):
@@ -106,7 +109,7 @@ class TiledBackward:
             own.append((block, scratch))
             held += in_block + in_scratch
         given = q, dout, lse, delta
-        grads = TiledGrads(problem, code, units, given, packed, dq, own, held)
+        grads = TiledGrads(problem, code, units, given, packed, places, dq, own, held)
         self._memory.give_back_with(grads, [*packed_arrays, dq])
         return grads
 
@@ -155,7 +158,7 @@ class TiledBackward:
     ) -> None:
         (k_source, k), (v_source, v) = source_of(k), source_of(v)
         limits = np.float32(score_limit(grads.problem)), np.float32(ORDINARY)
-        source = Source(k_source, v_source, *limits)
+        source = Source(k_source, v_source, grads.places.ctypes.data, *limits)
         (dk_to, dk_whole), (dv_to, dv_whole) = source_of(dk), source_of(dv)
         self._workers.drive(
             backward.absorb, grid(k.shape[0] * k.shape[2], work.parts), grads.code.shape,
@@ -172,7 +175,7 @@ class TiledBackward:
         name: str,
         code: Code,
         sizes: tuple[int, int],
-        place: Array,
+        places: Array,
         flip: np.uint32,
         padded: int,
     ) -> tuple[Array, Array, Array]:
@@ -184,10 +187,10 @@ class TiledBackward:
         columns = self._memory.take((lanes, count, padded // each, shape.panel), np.uint32)
         blocks = np.zeros((lanes, padded // SQUARE, 2), np.float32)
         source, x = source_of(x)
-        group = lanes // max(1, len(place))
+        group = lanes // max(1, len(places))
         self._workers.drive(
             pack.pack_queries, grid(*blocks.shape[:2]),
-            code.at(f"{name}_turned", f"{name}_columns"), source, place, group, x.shape[1],
+            code.at(f"{name}_turned", f"{name}_columns"), source, places, group, x.shape[1],
             flip, SQUARE, turned,
             Panels(columns.ctypes.data, *columns.shape[1:]), blocks,
         )  # fmt: skip

@@ -33,12 +33,12 @@ from ringrt_backends.cpu.layout import (
     Blocks,
     Units,
     blocks_of,
-    columns_of,
     first_key,
     flip_of,
     grid,
     longest,
     ordinary,
+    places_of,
     score_limit,
     source_of,
     spans_of,
@@ -71,6 +71,7 @@ class TiledState:
     q: Array
     queries: Queries
     softmax: SoftmaxState
+    places: Array
     scratch: list[tuple[Scratch]]
     held: list[Any]
     blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
@@ -97,10 +98,10 @@ class TiledForward:
         take = self._memory.take
         panels = take((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
         y = take((lanes, padded, shape.value_row), np.float64)
-        sizes, columns = np.zeros((lanes, blocks, 2), np.float32), columns_of(q, problem, shape)
+        sizes, places = np.zeros((lanes, blocks, 2), np.float32), places_of(q, problem, shape)
         source, given = source_of(q)
         self._workers.drive(
-            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, columns.place,
+            pack.pack_queries, grid(lanes, blocks), code.at("q_turned", ""), source, places,
             problem.group, rows, flip_of(problem, shape.pairs), QUERIES, panels, Panels(0, 0, 1, 0),
             sizes,
         )  # fmt: skip
@@ -110,13 +111,12 @@ class TiledForward:
         fresh = np.ones((lanes, blocks), np.uint8)
         queries = Queries(
             panels.ctypes.data, panels.shape[1], m.ctypes.data, z.ctypes.data, y.ctypes.data,
-            padded, columns.order.ctypes.data, problem.group,
-            ordinary(sizes, score_limit(problem)), fresh, longest(sizes),
+            padded, ordinary(sizes, score_limit(problem)), fresh, longest(sizes),
         )  # fmt: skip
         scratch, arrays = zip(*(_scratch(shape) for _ in range(self._workers.count)), strict=True)
-        own, held = [(one,) for one in scratch], [given, panels, columns, *arrays]
+        own, held = [(one,) for one in scratch], [given, panels, *arrays]
         softmax = SoftmaxState(m, z, y)
-        state = TiledState(problem, code, units, q, queries, softmax, own, held)
+        state = TiledState(problem, code, units, q, queries, softmax, places, own, held)
         self._memory.give_back_with(state, [panels, y])
         return state
 
@@ -187,7 +187,7 @@ class TiledForward:
         panels = Panels(v_panels.ctypes.data, *v_panels.shape[1:])
         self._workers.drive(
             pack.pack_keys, grid(count, parts), state.code.at("k_rows", "v_columns"), k, v,
-            slot, begin, size, _PART, k_rows, panels, sizes,
+            state.places, slot, begin, size, _PART, k_rows, panels, sizes,
         )  # fmt: skip
         # Of as many keys as are packed at once in backward, so that the same weights are large.
         square = np.maximum.reduceat(sizes[0, ..., 1], np.arange(0, parts, SQUARE // _PART), axis=1)
