@@ -59,14 +59,16 @@ class Block(NamedTuple):
 
 class Scratch(NamedTuple):
     """Of one thread: addresses of weights P and their gradients dS `[keys, row]` with keys as rows
-    (fp32, or bf16 in its place), of dS by pairs of keys, and of a panel of P and of slopes; the
-    spans of a block's queries, and their unions over groups of rows."""
+    (fp32, or bf16 in its place), of dS by pairs of keys, of a panel of P and of slopes, and of
+    the largest weights of one call; the spans of a block's queries, and their unions over groups
+    of rows."""
 
     p: int
     ds: int
     by_key: int
     tile: int
     slope: int
+    top: int
     first: Any
     last: Any
     low: Any
@@ -218,12 +220,13 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
         else:
             to = (key * (SQUARE + SKEW) + column) * 4
             p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
-        common = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, scratch.slope, large)
+        common = scratch.slope, scratch.top, large
+        weigh = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, *common)
         if stop == rest_of and start == full:
-            call(at[_PROB], common)
+            call(at[_PROB], weigh)
         else:
-            call(at[_PROB_MASKED], (*common, first, last, key))
-        call(at[_DSCORE], (v, dout, ds, p, count, delta, by_key, scratch.slope))
+            call(at[_PROB_MASKED], (*weigh, first, last, key))
+        call(at[_DSCORE], (v, dout, ds, p, count, delta, by_key, *common))
 
 
 @inner

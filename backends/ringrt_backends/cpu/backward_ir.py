@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
@@ -27,20 +27,21 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope, limit[, first, last, row]):
+    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope, top, limit[, SPAN]):
 
         P = 2^(scale·A·B − lse − rest)
 
     for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
-    bf16, and p and slope are panels. `later` bytes a step are read ahead. Weights above `limit`
-    are computed once more; see `exact`.
+    bf16, and p and slope are panels. `later` bytes a step are read ahead. Vectors with weights
+    above `limit` are computed once more (see `exact`), unless in pairs or capped; `top`, one
+    vector, is the largest of all lane by lane.
     """
     extra = SPAN if masked else {}
     body = Body(
         module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32, lse=PTR,
-        rest=PTR, cap=F32, slope=PTR, limit=F32, **extra,
+        rest=PTR, cap=F32, slope=PTR, top=PTR, limit=F32, **extra,
     )  # fmt: skip
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
@@ -68,8 +69,8 @@ def prob(
     mended = not (pairs or capped)
     tops = [body.floats(0.0)] if mended else []
     for top in body.loop(args["groups"], tops, tile_of_weights):
-        with body.build.if_then(exact.any_above(body, top, body.splat(args["limit"]))):
-            _mend(body, depth, p_row)
+        body.store(top, args["top"])
+        _mend(body, top, p_row, lambda number, at: _exact_weights(body, number, at, depth, p_row))
     body.build.ret_void()
 
 
@@ -79,23 +80,41 @@ def _next_panel(body: Body, group: Value, depth: int, later: int) -> Ahead:
     return Ahead(body.step(following, group, depth * later, I8), later)
 
 
-def _mend(body: Body, depth: int, p_row: int) -> None:
-    """Compute the vectors of P with large weights once more; see `exact`."""
-    build, args, width = body.build, body.args, body.width
-    rows = build.mul(args["groups"], ir.Constant(I64, body.machine.rows))
+def _mend(body: Body, top: Value, p_row: int, mend: Callable[[Value, int], None]) -> None:
+    """Do mend(row, at) for each vector of P with a large weight, if `top` says that there are
+    any; `at` counts floats from the row's beginning."""
+    build, args = body.build, body.args
+    limit = body.splat(args["limit"])
 
     def row(number: Value, _: Sequence[Value]) -> Sequence[Value]:
-        a, p = body.step(args["a"], number, depth), body.step(args["p"], number, p_row)
-        for v in range(2):
-            old = body.load(p, v * width)
-            with build.if_then(exact.any_above(body, old, body.splat(args["limit"]))):
-                less = [wide(body, body.load(args[name], v * width)) for name in ("lse", "rest")]
-                new = exact.weights(body, a, args["b"], v * width, depth, less)
-                hidden = build.fcmp_ordered("==", old, body.floats(0.0))
-                body.store(build.select(hidden, old, new), p, v * width)
+        for at in (0, body.width):
+            weights = body.load(body.step(args["p"], number, p_row), at)
+            with build.if_then(exact.any_above(body, weights, limit)):
+                mend(number, at)
         return []
 
-    body.loop(rows, [], row)
+    with build.if_then(exact.any_above(body, top, limit)):
+        body.loop(build.mul(args["groups"], ir.Constant(I64, body.machine.rows)), [], row)
+
+
+def _exact_weights(body: Body, number: Value, at: int, depth: int, p_row: int) -> None:
+    """A vector of P from products in float64."""
+    args = body.args
+    a, p = body.step(args["a"], number, depth), body.step(args["p"], number, p_row)
+    less = [wide(body, body.load(args[name], at)) for name in ("lse", "rest")]
+    new, old = exact.weights(body, a, args["b"], at, depth, less), body.load(p, at)
+    hidden = body.build.fcmp_ordered("==", old, body.floats(0.0))
+    body.store(body.build.select(hidden, old, new), p, at)
+
+
+def _exact_gradients(body: Body, number: Value, at: int, depth: int, p_row: int) -> None:
+    """A vector of dS likewise."""
+    build, args = body.build, body.args
+    a, ds = body.step(args["a"], number, depth), body.step(args["ds"], number, p_row)
+    delta = wide(body, body.load(args["delta"], at))
+    change = build.fsub(exact.product(body, a, args["b"], at, depth), delta)
+    weights = body.load(body.step(args["p"], number, p_row), at)
+    body.store(build.fmul(weights, build.fptrunc(change, body.vector)), ds, at)
 
 
 def _slope(body: Body, t: Value) -> Value:
@@ -126,12 +145,13 @@ def dscore(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, ds, p, groups, delta, by_key, slope): dS = P·(A·B − delta), times slope if
-    `capped`, for groups >= 1 tiles of keys, one after the other; p and slope as `prob` has them.
-    With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys."""
+    """Emit name(a, b, ds, p, groups, delta, by_key, slope, top, limit): dS = P·(A·B − delta), times
+    slope if `capped`, for groups >= 1 tiles of keys, one after the other; p and slope as `prob`
+    has them. With `pairs`, ds has bf16 in rows of `p_row`, and by_key the same in pairs of keys.
+    Where `prob` computed weights once more, the same is done here."""
     body = Body(
         module, machine, name, a=PTR, b=PTR, ds=PTR, p=PTR, groups=I64, delta=PTR, by_key=PTR,
-        slope=PTR,
+        slope=PTR, top=PTR, limit=F32,
     )  # fmt: skip
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
@@ -164,6 +184,9 @@ def dscore(
         return []
 
     body.loop(args["groups"], [], tile_of_gradients)
+    if not (pairs or capped):
+        top = body.load(args["top"])
+        _mend(body, top, p_row, lambda number, at: _exact_gradients(body, number, at, depth, p_row))
     body.build.ret_void()
 
 

@@ -4,8 +4,9 @@ A product in float32 is off by 1e-6 of a score as real models have them, and so 
 a row with few large weights that is what out is off by, and dq by several times as much: dq is
 Σ dS K, where the errors of dS meet K's mean, which the exact ones would cancel (Σ dS = 0). Such
 rows have few weights that count, so these are made exact, in both passes, for out and delta must
-come from the weights that dS is made of. In rows with many weights errors average out, and
-nothing is done; nor where scores are short sums of small products, and right by themselves.
+come from the weights that dS is made of; and so is the dP − delta that goes with them. In rows
+with many weights errors average out, and nothing is done; nor where scores are short sums of small
+products, and right by themselves.
 """
 
 from __future__ import annotations
@@ -54,8 +55,17 @@ def any_of(body: Body, lanes: Value) -> Value:
 
 
 def weights(body: Body, a: Value, b: Value, at: int, depth: int, less: Sequence[Value]) -> Value:
-    """2^(scale · A·B − Σ less) of one row of A and the vector of a panel of B that begins at `at`,
-    the exponent in float64; scale is an argument of the function."""
+    """2^(scale · A·B − Σ less), the exponent in float64, of what `product` takes; scale is an
+    argument of the function."""
+    build = body.build
+    x = build.fmul(product(body, a, b, at, depth), wide(body, body.splat(body.args["scale"])))
+    for term in less:
+        x = build.fsub(x, term)
+    return body.exp2(build.fptrunc(x, body.vector))
+
+
+def product(body: Body, a: Value, b: Value, at: int, depth: int) -> Value:
+    """A·B in float64, of one row of A and the vector of a panel of B that begins at `at`."""
     build = body.build
 
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
@@ -64,11 +74,7 @@ def weights(body: Body, a: Value, b: Value, at: int, depth: int, less: Sequence[
         return [body.fma(column, wide(body, body.splat(scalar)), sums[0])]
 
     zero = ir.Constant(body.doubles, [0.0] * body.width)
-    product = body.loop(depth, [zero], step)[0]
-    x = build.fmul(product, wide(body, body.splat(body.args["scale"])))
-    for term in less:
-        x = build.fsub(x, term)
-    return body.exp2(build.fptrunc(x, body.vector))
+    return body.loop(depth, [zero], step)[0]
 
 
 def wide(body: Body, x: Value) -> Value:

@@ -245,7 +245,8 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     # A slope goes with each weight, and lies as it does.
     tiles = (keys, shape.panel) if shape.pairs else (keys, width)
     tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
-    held = [p, ds, by_key, tile, slope]
+    top = zeros((shape.panel,), np.float32)
+    held = [p, ds, by_key, tile, slope, top]
     first, last, low, high = spans_of(SQUARE, shape)
     at = [x.ctypes.data for x in held]
-    return Scratch(at[0], at[1], at[2], at[3], at[4], first, last, low, high), held
+    return Scratch(at[0], at[1], at[2], at[3], at[4], at[5], first, last, low, high), held
