@@ -122,20 +122,9 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
             bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
             if bottom < top:
                 _weigh(
-                    shape,
-                    at,
-                    units,
-                    lane,
-                    q0,
-                    panel,
-                    begin,
-                    bottom,
-                    top,
-                    k,
-                    large,
-                    queries,
+                    shape, at, units, lane, q0, panel, begin, bottom, top, k, large, queries,
                     scratch,
-                )
+                )  # fmt: skip
         _add_values(shape, at, lane, q0, begin, end, v, keys.v_rows, queries, scratch)
         # There is room for those of two blocks.
         if end == high or 4 * scratch.marks[0] > len(scratch.marks):

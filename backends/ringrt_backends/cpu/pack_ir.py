@@ -169,13 +169,11 @@ def turned(
             _prefetch_next_panel(body, sources, d, depth, size)
         for v in range(2):
             half = sources[v * width : (v + 1) * width]
-            found = (
-                [_gathered(body, half, d, dtype, pairs)]
-                if count == 1
-                else transposed(
-                    body, [_vector(body, source, d, width, dtype, pairs) for source in half]
-                )
-            )
+            if count == 1:
+                found = [_gathered(body, half, d, dtype, pairs)]
+            else:
+                vectors = [_vector(body, source, d, width, dtype, pairs) for source in half]
+                found = transposed(body, vectors)
             there = build.icmp_signed("<", body.whole(range(v * width, (v + 1) * width)), counts)
             for number, bits in enumerate(found):
                 bits = build.select(there, bits, _zero(body))

@@ -27,14 +27,10 @@ def transposed(body: Body, rows: Sequence[Value]) -> list[Value]:
 def _quads(body: Body, a: Value, b: Value, c: Value, d: Value) -> list[Value]:
     """Of 4 rows, those 4 whose quads are the columns of the quads."""
     low, high = (0, -1, 1, -2), (2, -3, 3, -4)
-    ab, cd = (
-        [_mixed(body, a, b, which) for which in (low, high)],
-        [_mixed(body, c, d, which) for which in (low, high)],
-    )
+    halves = [[_mixed(body, x, y, which) for which in (low, high)] for x, y in ((a, b), (c, d))]
     first, second = (0, 1, -1, -2), (2, 3, -3, -4)
-    return [
-        _mixed(body, x, y, which) for x, y in zip(ab, cd, strict=True) for which in (first, second)
-    ]
+    pairs = zip(*halves, strict=True)
+    return [_mixed(body, ab, cd, which) for ab, cd in pairs for which in (first, second)]
 
 
 def _mixed(body: Body, a: Value, b: Value, which: Sequence[int]) -> Value:
