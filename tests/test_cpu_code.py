@@ -9,11 +9,12 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from cpu_support import CASE, MACHINES, cpu, expected, forward
+from llvmlite import ir
 
 from ringrt.backend import BackendContext
 from ringrt.errors import ConfigError
 from ringrt.registry import registry
-from ringrt_backends.cpu import backend, compiled, machine
+from ringrt_backends.cpu import backend, compiled, limit, machine
 from ringrt_backends.cpu.machine import Machine
 from support import assert_close
 
@@ -170,17 +171,21 @@ def test_the_multiply_add_limit():
 # What is in it: compiled for other machines, and read.
 
 
-@cache
-def assembly(name, dtype, capped=False):
-    """Of the kernels of both passes for heads of 128, by name."""
+def x86(name):
+    """A machine of that kind, whatever this one is."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     features = ",".join(f"+{feature}" for feature in ZEN4)
-    made = {
+    return {
         "avx512": Machine("avx512", 16, "znver4", features + ",-prefer-256-bit", scalef=True, pairs="native"),
         "avx2": Machine("avx2", 8, "haswell", "+avx2,+fma,+f16c", registers=16),
     }[name]  # fmt: skip
-    kernels = {}
+
+
+@cache
+def assembly(name, dtype, capped=False):
+    """Of the kernels of both passes for heads of 128, by name."""
+    made, kernels = x86(name), {}
     for emit in (compiled.forward_module, compiled.backward_module):
         kernels |= _kernels(emit(made, 128, 128, dtype, capped), made)
     return made, kernels
@@ -204,6 +209,18 @@ def inner_loops(text):
 
 PRODUCTS = ("score", "score_masked", "values", "prob", "prob_masked", "dscore", "by_row", "by_column", "value_by_row")  # fmt: skip
 CODES = [("avx512", "float32"), ("avx512", "bfloat16"), ("avx2", "float32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CODES)
+def test_the_limit_is_of_multiply_adds_alone(name, dtype):
+    """One for each sum in every step, all in registers."""
+    made, module = x86(name), ir.Module()
+    limit._emit(module, made, "tile", dtype == "bfloat16")
+    [(_, lines)] = inner_loops(_kernels(module, made)["tile"])
+    each = len(re.findall(r"\tv(?:dpbf16|fmadd\w+)ps\t", lines))
+    assert each > 0
+    assert each % (2 * made.rows) == 0
+    assert "(" not in lines, "something is in memory"
 
 
 @pytest.mark.parametrize(("name", "dtype"), CODES)

@@ -42,8 +42,8 @@ class CpuBackend:
         return self.machine is not None and self.machine.pairs == "native"
 
     def flop_limit(self, dtype: str) -> float | None:
-        """FLOP/s of the multiply-add units of one core, measured on operands in the first-level
-        cache; None where there is no compiled code for the dtype."""
+        """FLOP/s of the multiply-add units of one core, measured; None where there is no compiled
+        code for the dtype."""
         from ringrt_backends.cpu.limit import flop_limit
 
         return None if self.machine is None else flop_limit(self.machine, dtype)

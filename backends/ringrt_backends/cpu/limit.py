@@ -1,5 +1,4 @@
-"""What the multiply-add units of one core can do: the steps of the register tile by themselves, its
-operands in the first-level cache."""
+"""What the multiply-add units of one core can do, with operands that stay in registers."""
 
 from __future__ import annotations
 
@@ -13,12 +12,10 @@ from ringrt_backends.cpu.calls import base, call, driver
 from ringrt_backends.cpu.compiled import compile_module, shape_of
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.memory import zeros
-from ringrt_backends.cpu.tile import multiply
 from ringrt_backends.cpu.vectors import I64, PTR, Body, Value
 
-#: Steps until the operands are used again, and steps of a call; calls of a sample, and samples, of
-#: which the fastest counts.
-_DEPTH, _STEPS, _CALLS, _SAMPLES = 128, 8192, 60, 15
+#: Steps of a call, calls of a sample, and samples, of which the fastest counts.
+_STEPS, _CALLS, _SAMPLES = 8192, 60, 15
 
 
 @driver
@@ -35,7 +32,7 @@ def flop_limit(machine: Machine, dtype: str) -> float | None:
     module = ir.Module()
     _emit(module, machine, "tile", pairs)
     code = compile_module(module, machine, shape_of(machine, 1, 1, pairs), ("tile",))
-    a, b = (zeros(shape, np.uint32) for shape in ((machine.rows, _DEPTH), (_DEPTH, machine.panel)))
+    a, b = (zeros((machine.width,), np.uint32) for _ in range(2))
     arguments = code.addresses[0], a, b, zeros((machine.rows, machine.panel), np.float32), _STEPS
     _repeat(*arguments, 2)
     times = []
@@ -48,16 +45,18 @@ def flop_limit(machine: Machine, dtype: str) -> float | None:
 
 
 def _emit(module: ir.Module, machine: Machine, name: str, pairs: bool) -> None:
-    """Emit name(a, b, c, steps): C = the sum of so many steps, over the same `_DEPTH` of A and B
-    again and again."""
+    """Emit name(a, b, c, steps): so many steps of multiply-adds of the vectors a and b, each to as
+    many sums as a tile has, which go to c. With the loads of a tile's step besides, LLVM found an
+    order of these that needs more than 16 registers, and AVX2 came to a third of its limit."""
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, steps=I64)
-    a, b, c, steps = (body.args[key] for key in ("a", "b", "c", "steps"))
+    kind = body.ints if pairs else body.vector
+    a, b = (body.load(body.args[key], kind=kind) for key in ("a", "b"))
+    add = body.dot if pairs else body.fma
 
-    def step(number: Value, sums: Sequence[Value]) -> Sequence[Value]:
-        k = body.build.and_(number, ir.Constant(I64, _DEPTH - 1))
-        return multiply(body, a, b, k, sums, _DEPTH, 1, 2, pairs)
+    def step(_: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        return [add(a, b, total) for total in sums]
 
     sums = [body.floats(0.0)] * (2 * machine.rows)
-    for number, total in enumerate(body.loop(steps, sums, step)):
-        body.store(total, c, number * machine.width)
+    for number, total in enumerate(body.loop(body.args["steps"], sums, step)):
+        body.store(total, body.args["c"], number * machine.width)
     body.build.ret_void()

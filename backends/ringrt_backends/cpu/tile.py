@@ -104,7 +104,7 @@ def product(
     def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
         for what in ahead:
             body.prefetch(body.step(what.address, k, what.bytes_a_step, I8))
-        return multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
+        return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
     totals = [build.fneg(x) for x in less] * rows if less else zeros
@@ -199,7 +199,7 @@ class _Totals:
         return [body.build.fadd(total, part) for total, part in zip(totals, parts, strict=True)]
 
 
-def multiply(
+def _multiply(
     body: Body,
     a: Value,
     b: Value,
@@ -216,7 +216,7 @@ def multiply(
     from_b = body.at(b, build.mul(k, ir.Constant(I64, machine.panel)))
     columns = [body.load(from_b, vector * body.width, kind) for vector in range(vectors)]
     from_a = body.at(a, build.mul(k, ir.Constant(I64, a_step)))
-    multiply, following = body.dot if pairs else body.fma, []
+    add, following = body.dot if pairs else body.fma, []
     for row in range(machine.rows):
         scalar = build.load(body.at(from_a, row * a_row), align=4, typ=element)
         every = body.splat(scalar)
@@ -225,7 +225,7 @@ def multiply(
             if total is None and not pairs:
                 following.append(build.fmul(every, columns[vector]))
             else:
-                following.append(multiply(every, columns[vector], total or body.floats(0.0)))
+                following.append(add(every, columns[vector], total or body.floats(0.0)))
     return following
 
 
