@@ -151,23 +151,23 @@ def test_more_notes_than_there_is_room_for(crude, any_size, name):
 
 
 def test_the_smaller_the_scores_the_fewer_weights_are_large():
-    """By the square of their size, and never less than 1/64 of a row's sum."""
+    """By the square of their size, and never less than 1/32 of a row's sum."""
     scale, limit = 0.18, exact.limit.py_func
     factors = exact.limits(scale)
-    for size, part in ((50, 1 / 64), (25, 4 / 64), (12.5, 16 / 64), (100, 1 / 64), (1e18, 1 / 64)):
+    for size, part in ((50, 1 / 32), (25, 4 / 32), (12.5, 16 / 32), (100, 1 / 32), (1e18, 1 / 32)):
         q, k = np.float32(4), np.float32(size / scale / 4)
         assert limit(*factors, q * q, k * k) == pytest.approx(part)
         assert limit(*factors, k * k, q * q) == pytest.approx(part)
     with np.errstate(divide="ignore"):
         assert limit(*factors, np.float32(0), np.float32(7)) == np.inf
     for other in (np.nan, np.inf):
-        assert limit(*factors, np.float32(other), np.float32(1)) == np.float32(1 / 64)
+        assert limit(*factors, np.float32(other), np.float32(1)) == np.float32(1 / 32)
 
 
-#: Weights of a row relative to the largest, and q's length such that from 1/64, 1/4 or 1 of their
+#: Weights of a row relative to the largest, and q's length such that from 1/32, 1/4 or 1 of their
 #: sum on they are large.
 PARTS = np.array([1.0, 0.5, 0.125, 0.03])
-LENGTHS = {1 / 64: 100.0, 1 / 4: 12.5, 1.0: 6.0}
+LENGTHS = {1 / 32: 100.0, 1 / 4: 17.7, 1.0: 8.8}
 
 
 def rows_of_known_weights(length):

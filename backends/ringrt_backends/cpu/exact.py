@@ -19,8 +19,8 @@ from llvmlite import ir
 from ringrt_backends.cpu.calls import inner
 from ringrt_backends.cpu.vectors import F32, I1, Body, Value
 
-#: From this part of a row's sum on a weight is large: a row has 64 of them at most.
-LARGE = 1 / 64
+#: From this part of a row's sum on a weight is large: a row has 32 of them at most.
+LARGE = 1 / 32
 
 #: That is for heads whose scores are sums of such a size, in powers of 2, or larger: by Cauchy and
 #: Schwarz no sum of some products is larger than scale · |q| · |k|, nor any of its roundings than
