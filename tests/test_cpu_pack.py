@@ -20,10 +20,10 @@ def longest(x):
     return np.max(np.square(x.astype(np.float32)).sum(axis=1), initial=0)
 
 
-def assert_size(size, x, pairs):
-    """In pairs nothing is mended, and lengths are not asked for."""
+def assert_size(size, x, lengths):
+    """Lengths are asked for where weights may be mended."""
     assert size[0] == magnitude(x)
-    np.testing.assert_allclose(size[1], 0 if pairs else longest(x), rtol=1e-6)
+    np.testing.assert_allclose(size[1], longest(x) if lengths else 0, rtol=1e-6)
 
 
 def shapes(name):
@@ -45,14 +45,15 @@ def test_rows_as_operand_a(name, emit, count):
         x = rng.standard_normal((count, dim + 3)).astype(numpy_dtype(dtype))
         depth = dim // 2 if pairs else dim
         target, size = np.full((count + 1, depth), 7, np.uint32), np.zeros(2, np.float32)
-        place = rng.permutation(depth) if emit is pack_ir.rows_in_place else np.arange(depth)
-        places = (place,) if emit is pack_ir.rows_in_place else ()
+        placed = emit is pack_ir.rows_in_place
+        place = rng.permutation(depth) if placed else np.arange(depth)
+        places = (place,) if placed else ()
         function(x, x.strides[0], count, target, *places, size)
         wide = np.ascontiguousarray(x[:, :dim])
         want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
         np.testing.assert_array_equal(target[:count, place], want)
         np.testing.assert_array_equal(target[count], 7)
-        assert_size(size, x[:, :dim], pairs)
+        assert_size(size, x[:, :dim], lengths=placed and not pairs)
         before = size.copy()
         function(x[:1] * 0, x.strides[0], 1, target, *places, size)
         np.testing.assert_array_equal(size, before)
@@ -101,7 +102,7 @@ def test_rows_turned(name):
                 want = wide.view(np.uint32) if pairs else wide.astype(np.float32).view(np.uint32)
                 np.testing.assert_array_equal(target[place, :count], want.T)
                 np.testing.assert_array_equal(target[:, count:], 0)
-                assert_size(size, x[:count, :dim], pairs)
+                assert_size(size, x[:count, :dim], lengths=not pairs)
 
 
 @pytest.mark.parametrize("name", ["4", "8", "16"])

@@ -12,7 +12,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
-from ringrt_backends.cpu.exact import limit
+from ringrt_backends.cpu.exact import large_part
 from ringrt_backends.cpu.pack import where
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
@@ -205,7 +205,7 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
     lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
     first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
-    large = limit(units.large, units.factor, rows.square[lane], block.sizes[0, 1])
+    large = large_part(units.least_part, units.part_factor, rows.square[lane], block.sizes[0, 1])
     groups = -(-(top - bottom) // shape.rows)
     full, rest_of = runs(bottom, groups, shape.rows, full_from, full_to)
     for start, stop in ((0, full), (full, rest_of), (rest_of, groups)):

@@ -24,24 +24,24 @@ LARGE = 1 / 32
 
 #: That is for heads whose scores are sums of such a size, in powers of 2, or larger: by Cauchy and
 #: Schwarz no sum of some products is larger than scale · |q| · |k|, nor any of its roundings than
-#: that times 2^-24. (The heads of the data in docs/accuracy.md: 56 to 96. Standard normal numbers,
-#: heads of 64: 21.)
+#: that times 2^-24. (The heads of the data in docs/accuracy.md: 54 to 96. Standard normal numbers,
+#: heads of 64: 19.)
 SCORES = 50.0
 
 
-def limits(scale: float) -> tuple[float, float]:
-    """What `limit` is made of, by the scale of the products, in powers of 2."""
+def part_factors(scale: float) -> tuple[float, float]:
+    """What `large_part` is made of, by the scale of the products, in powers of 2."""
     return LARGE, LARGE * (SCORES / scale) ** 2
 
 
 @inner
-def limit(large, factor, q_square, k_square):  # type: ignore[no-untyped-def]
+def large_part(least, factor, q_square, k_square):  # type: ignore[no-untyped-def]
     """From which part of a row's sum on a weight is large, float32, for some q and k: their longest
     rows, squared. As many weights of that part as there may be, with as many errors of either
     sign, are off by sqrt(part) · error. So the part may grow as the error's square falls. It must
     be the same in both passes, for the same weights must be exact in both."""
     part = factor / (np.float64(q_square) * k_square)
-    return np.float32(part if part > large else large)
+    return np.float32(part if part > least else least)
 
 
 def any_above(body: Body, weights: Value, limits: Value) -> Value:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, SQUARE
-from ringrt_backends.cpu.exact import limit
+from ringrt_backends.cpu.exact import large_part
 from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
 
 #: Where the functions stand among the addresses; see `compiled.FORWARD`.
@@ -117,7 +117,7 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
     for begin in range(low // shape.rows * shape.rows, high, KEYS):
         end = min(begin + KEYS, high)
         square = max(keys.square[slot, begin // SQUARE], keys.square[slot, (end - 1) // SQUARE])
-        large = limit(units.large, units.factor, queries.square[lane], square)
+        large = large_part(units.least_part, units.part_factor, queries.square[lane], square)
         for panel in range(QUERIES // shape.panel):
             bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
             if bottom < top:
@@ -143,7 +143,7 @@ def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # ty
         m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
         stride = keys.v_rows * shape.panel
         square = keys.square[slot, key // SQUARE]
-        large = limit(units.large, units.factor, queries.square[lane], square)
+        large = large_part(units.least_part, units.part_factor, queries.square[lane], square)
         call(at[_MEND], (note, a, q, units.scale, m, z, y, b, stride, large))
     scratch.marks[0] = 0
 

@@ -128,13 +128,13 @@ class Units(NamedTuple):
     """Exponents of 2 are counted in units of `unit` (natural logarithm) that make the factor of
     the products, `scale`, a float32 number: with the nearest float32 in its place, scores would
     be off by as much as they are long. With a softcap they are `scale` · tanh(`cap` · product).
-    `large` and `factor`: which weights are large; see `exact.limit`."""
+    `least_part` and `part_factor`: which weights are large; see `exact.large_part`."""
 
     scale: np.float32
     cap: np.float32
     unit: float
-    large: float
-    factor: float
+    least_part: float
+    part_factor: float
 
 
 def units_of(problem: Problem) -> Units:
@@ -143,7 +143,7 @@ def units_of(problem: Problem) -> Units:
     natural = cap or size
     scale = np.float32(natural / math.log(2))
     cap_factor = np.float32(size / cap if cap else 0)
-    return Units(scale, cap_factor, natural / float(scale), *exact.limits(float(scale)))
+    return Units(scale, cap_factor, natural / float(scale), *exact.part_factors(float(scale)))
 
 
 def grid(lanes: int, parts: int) -> Array:

@@ -1,6 +1,6 @@
 """Packing: which rows of q, k, v and dout are brought where, by the kernels of `pack_ir`, as the
 register tile reads them (see `tile`). With each part of the rows goes its *size*, two floats: the
-largest magnitude in it and, except for V in forward, the square of the longest row."""
+largest magnitude in it and, of q, dout and K unless in pairs, the square of the longest row."""
 
 from __future__ import annotations
 

@@ -22,16 +22,15 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: Rows that are prefetched ahead. With heads of 128 they are often a power of two apart, and of one
 #: set of the first-level cache, which has room for 8.
 _AHEAD, _LINE = 6, 64
-#: Rows of K at a time.
-_FOUR = 4
+#: Rows of K that are put in place together.
+_AT_ONCE = 4
 
 
 def rows(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
     """Emit name(source, stride, count, target, size): rows of V as operand A, side by side.
-    `stride` is in bytes, `count` >= 1. `size`, two floats, is raised to the largest magnitude and,
-    unless in pairs, to the square of the longest row."""
+    `stride` is in bytes, `count` >= 1. `size` is raised to the largest magnitude."""
     body = Body(module, machine, name, **_SOURCE, size=PTR)
     args, depth = body.args, dim // 2 if pairs else dim
 
@@ -42,23 +41,25 @@ def rows(
             lanes = min(body.width, depth - at)
             bits = _vector(body, source, at, lanes, dtype, pairs)
             _store_lanes(body, bits, target, at, lanes)
-        return _sized(body, tops, source, depth, dtype, pairs)
+            tops = [_largest(body, tops[0], bits, pairs)]
+        return tops
 
-    _raise_size(body, *body.loop(args["count"], _no_size(body, pairs), row))
+    _raise_size(body, *body.loop(args["count"], [_zero(body)], row))
 
 
 def rows_in_place(
     module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, pairs: bool
 ) -> None:
     """Emit name(source, stride, count, target, place, size): likewise rows of K, each element in
-    its place: target[r, place[d]] = source[r, d]."""
+    its place, int64: target[r, place[d]] = source[r, d]. `size`, two floats, is raised to the
+    largest magnitude and, unless in pairs, to the square of the longest row."""
     body = Body(module, machine, name, **_SOURCE, place=PTR, size=PTR)
     build, args, depth = body.build, body.args, dim // 2 if pairs else dim
 
     def some(number: Value, tops: Sequence[Value], count: int) -> Sequence[Value]:
         """So many rows: places are looked up once for all of them."""
         numbers = [build.add(number, ir.Constant(I64, r)) for r in range(count)]
-        sources = [_row(body, args["source"], r, dim, dtype, ahead=_FOUR) for r in numbers]
+        sources = [_row(body, args["source"], r, dim, dtype, ahead=_AT_ONCE) for r in numbers]
         targets = [body.step(args["target"], r, depth, I32) for r in numbers]
 
         def element(d: Value, _: Sequence[Value]) -> Sequence[Value]:
@@ -73,20 +74,16 @@ def rows_in_place(
             tops = _sized(body, tops, source, depth, dtype, pairs)
         return tops
 
-    four = ir.Constant(I64, _FOUR)
-    fours = build.sdiv(args["count"], four)
-    whole = build.mul(fours, four)
+    each = ir.Constant(I64, _AT_ONCE)
+    groups = build.sdiv(args["count"], each)
+    whole = build.mul(groups, each)
+    tops: Sequence[Value] = [_zero(body)] + ([] if pairs else [ir.Constant(F32, 0.0)])
     tops = body.loop(
-        fours, _no_size(body, pairs), lambda i, now: some(build.mul(i, four), now, _FOUR),
-        maybe_none=True,
-    )  # fmt: skip
+        groups, tops, lambda i, now: some(build.mul(i, each), now, _AT_ONCE), maybe_none=True
+    )
     left = build.sub(args["count"], whole)
     tops = body.loop(left, tops, lambda i, now: some(build.add(whole, i), now, 1), maybe_none=True)
     _raise_size(body, *tops)
-
-
-def _no_size(body: Body, pairs: bool) -> list[Value]:
-    return [_zero(body)] if pairs else [_zero(body), ir.Constant(F32, 0.0)]
 
 
 def _sized(
@@ -154,7 +151,7 @@ def turned(
 ) -> None:
     """Emit name(source, stride, count, target, place, flip, size): up to a panel of rows
     transposed, as operand B that is summed over columns: target[place[d], r] = source[r, d] XOR
-    flip; beyond the last row 0. `size` as for `rows`."""
+    flip; beyond the last row 0. `size` as for `rows_in_place`."""
     body = Body(module, machine, name, **_SOURCE, place=PTR, flip=I32, size=PTR)
     build, args = body.build, body.args
     depth, width = dim // 2 if pairs else dim, body.width

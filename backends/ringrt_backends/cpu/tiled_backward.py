@@ -245,7 +245,7 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     # A slope goes with each weight, and lies as it does.
     tiles = (keys, shape.panel) if shape.pairs else (keys, width)
     tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
-    top = zeros((shape.panel,), np.float32)
+    top = zeros((shape.panel // 2,), np.float32)
     held = [p, ds, by_key, tile, slope, top]
     first, last, low, high = spans_of(SQUARE, shape)
     at = [x.ctypes.data for x in held]
