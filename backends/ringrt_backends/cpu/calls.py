@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, errors
@@ -34,10 +33,14 @@ def driver(function: Any) -> Any:
     return stamp(_driver(function))
 
 
-@inner
-def base(array):  # type: ignore[no-untyped-def]
-    """Where a contiguous array begins, int64."""
-    return np.int64(array.ctypes.data)
+def _base(typing: Any, array: Any) -> Any:
+    """base(array): where it begins, int64. (Its `ctypes.data` calls two functions for that.)"""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, values[0])
+        return builder.ptrtoint(made.data, ir.IntType(64))
+
+    return types.int64(array), generate
 
 
 def _call(typing: Any, address: Any, arguments: Any) -> Any:
@@ -76,6 +79,7 @@ def _clear(typing: Any, address: Any, size: Any) -> Any:
     return types.void(address, size), generate
 
 
+base: Any = intrinsic(_base)
 call: Any = intrinsic(_call)
 take: Any = intrinsic(_take)
 clear: Any = intrinsic(_clear)
