@@ -228,7 +228,7 @@ def test_the_limit_is_of_multiply_adds_alone(name, dtype):
 def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     """A chunk: for each of its steps a product for every vector of the tile, one broadcast a row
     and two loads of B; and for each vector one addition to its total, in memory with AVX2. What
-    LLVM moves to the stack besides is little."""
+    LLVM moves to the stack besides is little, and no more than every second step asks for a line."""
     made, kernels = assembly(name, dtype)
     product = r"\tvdpbf16ps\t" if dtype == "bfloat16" else r"\t(?:vfn?madd\w+|vmul)ps\t"
     register = "%zmm" if made.width == 16 else "%ymm"
@@ -242,11 +242,12 @@ def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     assert len(re.findall(rf"\tvaddps\t[^\n]*{register}", lines)) == vectors
     of_totals = 2 * vectors if name == "avx2" else 0
     moved = lines.count("(%rsp)") - of_totals
-    assert moved <= (24 if name == "avx2" else 8)
+    assert moved <= (4 if name == "avx2" else 12)
     broadcasts = len(re.findall(r"\tv(?:p)?broadcast\w+\t", lines))
     assert broadcasts == made.rows * made.chunk
     loads = len(re.findall(rf"\tvmov[au]p[sd]\t[^%\n][^\n]*{register}", lines))
     assert loads <= 2 * made.chunk + moved
+    assert 1 <= lines.count("\tprefetcht0\t") <= made.chunk // 2
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 16), ("bfloat16", 4)])
@@ -267,7 +268,7 @@ def test_few_vectors_are_spilled_around_a_tile(dtype, kernel):
     products are some hundreds."""
     made, kernels = assembly("avx512", dtype)
     stores = [line for line in spills(kernels[kernel]) if line.endswith("(%rsp)")]
-    assert len(stores) <= 6 * made.rows
+    assert len(stores) <= 10 * made.rows
 
 
 def spills(text):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from hypothesis import given, settings, strategies as st
 from llvmlite import ir
 
 from ringrt_backends.cpu import memory, spans, tiled_backward, tiled_forward
-from ringrt_backends.cpu.tile import add_product
+from ringrt_backends.cpu.tile import Ahead, add_product
 from ringrt_backends.cpu.vectors import F32, I16, I32, PTR, Body
 from support import assert_close
 
@@ -140,7 +143,35 @@ def test_pairs_are_rounded_to_nearest_even():
     assert (ir.FloatType(), ir.IntType(16), ir.IntType(32)) == (F32, I16, I32)
 
 
+@given(st.integers(0, 8), st.integers(1, 64), st.integers(1, 24), st.integers(1, 5))
+def test_every_line_is_read_ahead_once(first, a_step, steps, chunks):
+    """Wherever in a line the first byte is."""
+    asked, first = [], 8 * first
+    for start in range(0, steps * chunks, steps):
+        for number in range(steps):
+            line = Ahead(None, a_step).due(number, steps)
+            if line is not None:
+                asked.append(first + (start + number) * a_step + line)
+    needed = {at // 64 for at in range(first, first + steps * chunks * a_step)}
+    found = [at // 64 for at in asked]
+    # The last line of a chunk is the first of the next; that of all may be begun and not asked for.
+    assert needed - set(found) <= {max(needed)}
+    assert len(found) <= -(-steps * a_step // 64) * chunks
+
+
 # Spans of keys.
+
+
+#: Tiles of 6 keys by 8 queries, and blocks of 24.
+SMALL = SimpleNamespace(rows=6, panel=8)
+
+
+def set_spans(*arguments):
+    """Without compiling: the spans of 24 queries, and their ends."""
+    found = spans.spans_of(24, SMALL)
+    python = {name: getattr(spans, name).py_func for name in ("_set_groups", "_set_panels")}
+    with patch.multiple(spans, **python):
+        return found, spans.set_spans.py_func(*arguments, SMALL, found)
 
 
 @settings(max_examples=200)
@@ -153,8 +184,8 @@ def test_spans(data):
     q0, from_key = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 60))
     to_key = from_key + data.draw(st.integers(1, 60))
     tile = np.array([row0, row0 + rows, key0, key0 + keys, lower, upper])
-    first, last = np.zeros(24, np.int32), np.zeros(24, np.int32)
-    low, high = spans.set_spans.py_func(tile, q0, from_key, to_key, first, last)
+    found, (low, high) = set_spans(tile, q0, from_key, to_key)
+    first, last = found.first, found.last
     seen = []
     for i in range(24):
         mine = [
@@ -170,10 +201,34 @@ def test_spans(data):
 
 
 @settings(max_examples=200)
+@given(st.integers(-30, 30), st.integers(0, 40), st.integers(0, 40), st.integers(0, 30))
+def test_panels(lower, width, begin, size):
+    """Scores are computed of what any query sees whose group touches the panel, from the first key
+    of a tile on; no query of it is masked in what all see in full."""
+    tile = np.array([2, 21, 3, 50, lower, lower + width])
+    found, (low, high) = set_spans(tile, 0, 0, 60)
+    if low >= high:
+        return
+    end = begin + size
+    for panel in range(3):
+        touching = range(panel * 8 // 6 * 6, -(-(panel * 8 + 8) // 6) * 6)
+        keys = {j for i in touching for j in range(found.first[i], found.last[i])}
+        bottom, top = spans.panel_range.py_func(panel, 6, found, begin, end)
+        needed = {j for j in keys if begin <= j < end}
+        assert needed <= set(range(bottom, top))
+        assert (bottom - begin) % 6 == 0
+        assert not needed or (bottom > min(needed) - 6 and top == max(needed) + 1)
+        own = range(panel * 8, panel * 8 + 8)
+        full = [j for j in range(60) if all(found.first[i] <= j < found.last[i] for i in own)]
+        assert full == list(range(found.full_from[panel], found.full_to[panel]))
+
+
+@settings(max_examples=200)
 @given(st.integers(0, 300), st.integers(0, 50), st.sampled_from([4, 6, 12]), st.integers(0, 400), st.integers(0, 400))  # fmt: skip
 def test_runs(first, count, rows, full_from, full_to):
     """The groups in the middle are seen in full, and as many as there are."""
-    a, b = spans.runs.py_func(first, count, rows, full_from, full_to)
+    panels = SimpleNamespace(full_from=[full_from], full_to=[full_to])
+    a, b = spans.runs.py_func(0, first, count, rows, panels)
     assert 0 <= a <= b <= count
     full = [
         group for group in range(count)

@@ -14,7 +14,7 @@ from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import SKEW, SQUARE
 from ringrt_backends.cpu.exact import large_part
 from ringrt_backends.cpu.pack import where
-from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
+from ringrt_backends.cpu.spans import Spans, panel_range, runs, set_spans
 
 #: Where the functions stand among the addresses; see `compiled.BACKWARD`.
 _PROB, _PROB_MASKED, _DSCORE = range(3)
@@ -60,8 +60,7 @@ class Block(NamedTuple):
 class Scratch(NamedTuple):
     """Of one thread: addresses of weights P and their gradients dS `[keys, row]` with keys as rows
     (fp32, or bf16 in its place), of dS by pairs of keys, of a panel of P and of slopes, and of
-    the largest weights of one call; the spans of a block's queries, and their unions over groups
-    of rows."""
+    the largest weights of one call; and the spans of a block's queries."""
 
     p: int
     ds: int
@@ -69,10 +68,7 @@ class Scratch(NamedTuple):
     tile: int
     slope: int
     top: int
-    first: Any
-    last: Any
-    low: Any
-    high: Any
+    spans: Spans
 
 
 class Work(NamedTuple):
@@ -174,12 +170,11 @@ def _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scra
 
 @inner
 def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, scratch):  # type: ignore[no-untyped-def]
-    low, high = set_spans(tile, q0, begin, end, scratch.first, scratch.last)
+    low, high = set_spans(tile, q0, begin, end, shape, scratch.spans)
     if low >= high:
         return
-    set_unions(scratch.first, scratch.last, shape.rows, scratch.low, scratch.high)
     for panel in range(SQUARE // shape.panel):
-        bottom, top = panel_range(panel, shape, scratch.low, scratch.high, 0, end - begin)
+        bottom, top = panel_range(panel, shape.rows, scratch.spans, 0, end - begin)
         if bottom < top:
             _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
     lane_bytes = lane * rows.rows * shape.panel * (2 if shape.pairs else 4)
@@ -200,14 +195,13 @@ def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, 
 def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch):  # type: ignore[no-untyped-def]
     """P and dS of one panel of queries and the keys [bottom, top)."""
     column = panel * shape.panel
-    full_from, full_to = full_range(panel, shape, scratch.first, scratch.last)
     at_panel = (lane * rows.rows + q0 + column) * 4
     q, dout = rows.q + at_panel * shape.depth, rows.dout + at_panel * shape.value_depth
     lse, rest, delta = rows.lse + at_panel, rows.rest + at_panel, rows.delta + at_panel
-    first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
+    first, last = base(scratch.spans.first) + column * 4, base(scratch.spans.last) + column * 4
     large = large_part(units.least_part, units.part_factor, rows.square[lane], block.sizes[0, 1])
     groups = -(-(top - bottom) // shape.rows)
-    full, rest_of = runs(bottom, groups, shape.rows, full_from, full_to)
+    full, rest_of = runs(panel, bottom, groups, shape.rows, scratch.spans)
     for start, stop in ((0, full), (full, rest_of), (rest_of, groups)):
         if start == stop:
             continue
@@ -270,12 +264,13 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
     each, row_bytes = 2 if shape.pairs else 1, shape.panel * 4
     panel_bytes = block.k_columns.rows * row_bytes
     ds = scratch.by_key if shape.pairs else scratch.ds
+    lows, highs = scratch.spans.low, scratch.spans.high
     for column in range(shape.panels):
         narrow = column * shape.panel + shape.panel > shape.row
         function = at[_BY_COLUMN_NARROW if narrow else _BY_COLUMN]
         panel = block.k_columns.address + column * panel_bytes
-        for group in range(len(scratch.low)):
-            bottom, top = max(scratch.low[group], 0), min(scratch.high[group], keys)
+        for group in range(len(lows)):
+            bottom, top = max(lows[group], 0), min(highs[group], keys)
             bottom, top = bottom // each, (top + each - 1) // each
             if bottom < top:
                 row = group * shape.rows

@@ -10,7 +10,7 @@ import numpy as np
 from ringrt_backends.cpu.calls import base, call, clear, driver, inner, take
 from ringrt_backends.cpu.compiled import KEYS, QUERIES, SKEW, SQUARE
 from ringrt_backends.cpu.exact import large_part
-from ringrt_backends.cpu.spans import full_range, panel_range, runs, set_spans, set_unions
+from ringrt_backends.cpu.spans import Spans, panel_range, runs, set_spans
 
 #: Where the functions stand among the addresses; see `compiled.FORWARD`.
 _SCORE, _SCORE_MASKED, _SOFT, _VALUES, _VALUES_NARROW, _MEND = range(6)
@@ -55,8 +55,7 @@ class Queries(NamedTuple):
 class Scratch(NamedTuple):
     """Of one thread: addresses of scores `[keys + a tile, row]`, weights likewise (the same for
     fp32), a panel's running maximum and a block's alpha, float32, and notes, of `note_bytes` each
-    (see `mend_ir`); marks of these, int64; the spans of a block's queries int32, and their unions
-    over groups of rows."""
+    (see `mend_ir`); marks of these, int64; and the spans of a block's queries."""
 
     scores: int
     weights: int
@@ -65,10 +64,7 @@ class Scratch(NamedTuple):
     notes: int
     note_bytes: int
     marks: Any
-    first: Any
-    last: Any
-    low: Any
-    high: Any
+    spans: Spans
 
 
 @driver
@@ -108,10 +104,9 @@ def ordinary_keys(ordinary, part, begin, end):  # type: ignore[no-untyped-def]
 def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scratch):  # type: ignore[no-untyped-def]
     """A tile of a block of queries, block of keys by block of keys."""
     q0 = block * QUERIES
-    low, high = set_spans(tile, q0, keys.begin, keys.end, scratch.first, scratch.last)
+    low, high = set_spans(tile, q0, keys.begin, keys.end, shape, scratch.spans)
     if low >= high:
         return
-    set_unions(scratch.first, scratch.last, shape.rows, scratch.low, scratch.high)
     k = keys.k + slot * keys.k_rows * shape.depth * 4
     v = keys.v + slot * shape.value_panels * keys.v_rows * shape.panel * 4
     for begin in range(low // shape.rows * shape.rows, high, KEYS):
@@ -119,7 +114,7 @@ def _absorb_tile(shape, at, units, tile, lane, slot, block, keys, queries, scrat
         square = max(keys.square[slot, begin // SQUARE], keys.square[slot, (end - 1) // SQUARE])
         large = large_part(units.least_part, units.part_factor, queries.square[lane], square)
         for panel in range(QUERIES // shape.panel):
-            bottom, top = panel_range(panel, shape, scratch.low, scratch.high, begin, end)
+            bottom, top = panel_range(panel, shape.rows, scratch.spans, begin, end)
             if bottom < top:
                 _weigh(
                     shape, at, units, lane, q0, panel, begin, bottom, top, k, large, queries,
@@ -153,13 +148,12 @@ def _weigh(shape, at, units, lane, q0, panel, begin, bottom, top, k, large, quer
     """Scores and weights of one panel of queries and the keys [bottom, top) of the block that
     begins at `begin`."""
     column = panel * shape.panel
-    full_from, full_to = full_range(panel, shape, scratch.first, scratch.last)
     q_panel = lane * queries.panels + q0 // shape.panel + panel
     q = queries.q + q_panel * shape.depth * shape.panel * 4
     s = scratch.scores + (bottom - begin) * _ROW + column * 4
     groups = -(-(top - bottom) // shape.rows)
-    full, rest = runs(bottom, groups, shape.rows, full_from, full_to)
-    first, last = base(scratch.first) + column * 4, base(scratch.last) + column * 4
+    full, rest = runs(panel, bottom, groups, shape.rows, scratch.spans)
+    first, last = base(scratch.spans.first) + column * 4, base(scratch.spans.last) + column * 4
     for start, stop in ((0, full), (full, rest), (rest, groups)):
         if start == stop:
             continue
@@ -187,15 +181,15 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
     part of the next panel of V ahead, which after the last one is the next block's first."""
     each = 2 if shape.pairs else 1
     y = queries.y + (lane * queries.rows + q0) * shape.value_row * 8
-    row_bytes = shape.panel * 4
+    row_bytes, lows, highs = shape.panel * 4, scratch.spans.low, scratch.spans.high
     for column in range(shape.value_panels):
         panel = v + column * v_rows * row_bytes
         later = panel + (v_rows + begin // each) * row_bytes
         if column + 1 == shape.value_panels:
             later = v + (begin + KEYS) // each * row_bytes
         narrow = column * shape.panel + shape.panel > shape.value_row
-        for group in range(len(scratch.low)):
-            bottom, top = max(scratch.low[group], begin), min(scratch.high[group], end)
+        for group in range(len(lows)):
+            bottom, top = max(lows[group], begin), min(highs[group], end)
             if bottom >= top:
                 continue
             row, query = (bottom - begin) // each, group * shape.rows
@@ -203,7 +197,7 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
             b = panel + (begin // each + row) * row_bytes
             c = y + (query * shape.value_row + column * shape.panel) * 8
             depth = (top - begin + each - 1) // each - row
-            part = later + group * (KEYS // each * row_bytes // len(scratch.low))
+            part = later + group * (KEYS // each * row_bytes // len(lows))
             call(
                 at[_VALUES_NARROW if narrow else _VALUES],
                 (a, b, c, depth, part, scratch.alpha + query * 4),

@@ -87,13 +87,6 @@ def subtracted(maxima: Array) -> Array:
         return np.where(abs(maxima) <= _LARGEST_MAXIMUM, near, maxima)
 
 
-def spans_of(queries: int, shape: Shape) -> tuple[Array, Array, Array, Array]:
-    """Memory for the spans of a block's queries and for their unions; see `spans`."""
-    groups = -(-queries // shape.rows)
-    first, last = np.empty(queries, np.int32), np.empty(queries, np.int32)
-    return first, last, np.empty(groups, np.int64), np.empty(groups, np.int64)
-
-
 def source_of(x: Array) -> tuple[Source, Array]:
     """How the packing reads x, and the array that must live as long."""
     if x.shape[3] > 1 and x.strides[3] != x.itemsize:

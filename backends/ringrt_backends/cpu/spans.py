@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from ringrt_backends.cpu.calls import inner
+from ringrt_backends.cpu.compiled import Shape
 
 #: A query that sees nothing has the span [NEVER, −NEVER): it widens no union of spans, and
 #: makes none look full.
 NEVER = 1 << 30
 
 
+class Spans(NamedTuple):
+    """Memory of one thread. The queries' `first` and `last` key, int32; `low` and `high`, that of
+    each group of a tile's rows: the smallest and the largest key that any of them sees, int64. Of
+    each panel the keys that scores are needed of, for a group's product reads them across its
+    panels: those that any group sees which touches it, from `seen_from` to `seen_to`; and those
+    that all its queries see, from `full_from` to `full_to`. An end is the key after the last."""
+
+    first: Any
+    last: Any
+    low: Any
+    high: Any
+    seen_from: Any
+    seen_to: Any
+    full_from: Any
+    full_to: Any
+
+
+def spans_of(queries: int, shape: Shape) -> Spans:
+    """For so many queries."""
+    groups, panels = -(-queries // shape.rows), queries // shape.panel
+    first, last = (np.empty(queries, np.int32) for _ in range(2))
+    low, high = (np.empty(groups, np.int64) for _ in range(2))
+    return Spans(first, last, low, high, *(np.empty(panels, np.int64) for _ in range(4)))
+
+
 @inner
-def set_spans(tile, q0, from_key, to_key, first, last):  # type: ignore[no-untyped-def]
-    """The spans of queries q0, q0 + 1, ... in [from_key, to_key), counted from from_key, as
-    int32 first and last. The smallest and the largest key that any of them sees.
+def set_spans(tile, q0, from_key, to_key, shape, spans):  # type: ignore[no-untyped-def]
+    """Set the spans of queries q0, q0 + 1, ... in [from_key, to_key), counted from from_key. The
+    smallest and the largest key that any of them sees.
 
     Row a of the tile sees its keys a − upper .. a − lower."""
     row0, row1, key0, key1, lower, upper = tile
+    first, last = spans.first, spans.last
     low, high = NEVER, -NEVER
     for i in range(len(first)):
         a = q0 + i - row0
@@ -28,45 +57,50 @@ def set_spans(tile, q0, from_key, to_key, first, last):  # type: ignore[no-untyp
             continue
         first[i], last[i] = begin - from_key, end - from_key
         low, high = min(low, begin - from_key), max(high, end - from_key)
+    if low < high:
+        _set_groups(spans, shape.rows)
+        _set_panels(spans, shape)
     return low, high
 
 
 @inner
-def set_unions(first, last, size, low, high):  # type: ignore[no-untyped-def]
-    """For each `size` queries the smallest and the largest key that any of them sees."""
-    for group in range(len(low)):
-        low[group], high[group] = NEVER, -NEVER
+def _set_groups(spans, size):  # type: ignore[no-untyped-def]
+    first, last = spans.first, spans.last
+    for group in range(len(spans.low)):
+        bottom, top = np.int64(NEVER), np.int64(-NEVER)
         for i in range(group * size, min(group * size + size, len(first))):
-            low[group], high[group] = min(low[group], first[i]), max(high[group], last[i])
+            bottom, top = min(bottom, np.int64(first[i])), max(top, np.int64(last[i]))
+        spans.low[group], spans.high[group] = bottom, top
 
 
 @inner
-def panel_range(panel, shape, low, high, begin, end):  # type: ignore[no-untyped-def]
-    """The keys in [begin, end) that a panel of queries needs scores of: those that any group of
-    rows which touches the panel sees, for a group's product reads them across its panels. Begins
-    at the first key of a tile, counted from begin; see `layout.first_key`."""
-    first_group = panel * shape.panel // shape.rows
-    last_group = min(-(-(panel + 1) * shape.panel // shape.rows), len(low))
-    bottom, top = NEVER, -NEVER
-    for group in range(first_group, last_group):
-        bottom, top = min(bottom, low[group]), max(top, high[group])
-    bottom, top = max(bottom, begin), min(top, end)
-    return begin + (bottom - begin) // shape.rows * shape.rows, top
+def _set_panels(spans, shape):  # type: ignore[no-untyped-def]
+    width = shape.panel
+    for panel in range(len(spans.seen_from)):
+        bottom, top = np.int64(NEVER), np.int64(-NEVER)
+        last_group = min(-(-(panel + 1) * width // shape.rows), len(spans.low))
+        for group in range(panel * width // shape.rows, last_group):
+            bottom, top = min(bottom, spans.low[group]), max(top, spans.high[group])
+        spans.seen_from[panel], spans.seen_to[panel] = bottom, top
+        bottom, top = np.int64(-NEVER), np.int64(NEVER)
+        for i in range(panel * width, panel * width + width):
+            bottom = max(bottom, np.int64(spans.first[i]))
+            top = min(top, np.int64(spans.last[i]))
+        spans.full_from[panel], spans.full_to[panel] = bottom, top
 
 
 @inner
-def full_range(panel, shape, first, last):  # type: ignore[no-untyped-def]
-    """The keys that all queries of a panel see."""
-    bottom, top = np.int64(-NEVER), np.int64(NEVER)
-    for i in range(panel * shape.panel, panel * shape.panel + shape.panel):
-        bottom, top = max(bottom, np.int64(first[i])), min(top, np.int64(last[i]))
-    return bottom, top
+def panel_range(panel, rows, spans, begin, end):  # type: ignore[no-untyped-def]
+    """The keys in [begin, end) that a panel of queries needs scores of. Begins at the first key of
+    a tile of so many rows, counted from begin; see `layout.first_key`."""
+    bottom, top = max(spans.seen_from[panel], begin), min(spans.seen_to[panel], end)
+    return begin + (bottom - begin) // rows * rows, top
 
 
 @inner
-def runs(first, count, rows, full_from, full_to):  # type: ignore[no-untyped-def]
+def runs(panel, first, count, rows, spans):  # type: ignore[no-untyped-def]
     """Of `count` groups of `rows` keys from key `first` on, how many to mask before those that all
-    queries see in full, and before those after it: [0, a), [a, b), [b, count)."""
-    a = min(max(-(-(full_from - first) // rows), 0), count)
-    b = min(max((full_to - first) // rows, a), count)
+    queries of a panel see in full, and before those after it: [0, a), [a, b), [b, count)."""
+    a = min(max(-(-(spans.full_from[panel] - first) // rows), 0), count)
+    b = min(max((spans.full_to[panel] - first) // rows, a), count)
     return a, b

@@ -60,8 +60,8 @@ from llvmlite import ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.vectors import F32, F64, I8, I32, I64, PTR, Body, Value
 
-#: float64 numbers of a line of the cache.
-_LINE = 8
+#: Bytes of a line of the cache.
+_LINE = 64
 
 
 class Ahead(NamedTuple):
@@ -70,10 +70,17 @@ class Ahead(NamedTuple):
     address: Value
     bytes_a_step: int
 
+    def due(self, number: int, steps: int) -> int | None:
+        """Which line step `number` of so many asks for, in bytes from what is its own; None for
+        most. All together ask for every line of theirs once."""
+        lines = -(-self.bytes_a_step * steps // _LINE)
+        line, before = number * lines // steps, (number - 1) * lines // steps
+        return None if line == before else line * _LINE - number * self.bytes_a_step
 
-def next_rows(body: Body, a: Value, depth: int) -> Ahead:
-    """The next tile's rows of A, which follow in memory."""
-    return Ahead(body.at(a, body.machine.rows * depth), 4 * body.machine.rows)
+
+def next_rows(body: Body, a: Value, row: int) -> Ahead:
+    """The next tile's rows of A, which follow in memory; each of `row` elements."""
+    return Ahead(body.at(a, body.machine.rows * row), 4 * body.machine.rows)
 
 
 def part_of_panel(machine: Machine, rows: int) -> int:
@@ -101,9 +108,13 @@ def product(
     difference, and so does their rounding. `ahead`: what is read into the cache meanwhile."""
     build, rows = body.build, body.machine.rows
 
-    def step(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
+    def step(k: Value, sums: Sequence[Value], number: int | None) -> Sequence[Value]:
+        body.barrier()
         for what in ahead:
-            body.prefetch(body.step(what.address, k, what.bytes_a_step, I8))
+            line = None if number is None else what.due(number, body.machine.chunk)
+            if line is not None:
+                own = body.step(what.address, k, what.bytes_a_step, I8)
+                body.prefetch(body.at(own, line, I8))
         return _multiply(body, a, b, k, sums, a_row, a_step, vectors, pairs)
 
     zeros = [body.floats(0.0)] * (rows * vectors)
@@ -112,8 +123,9 @@ def product(
     return [list(sums[row * vectors : (row + 1) * vectors]) for row in range(rows)]
 
 
-#: One more term, the k-th, for each sum, which may be None: nothing so far.
-Step = Callable[[Value, Sequence[Value]], Sequence[Value]]
+#: One more term, the k-th, for each sum, which may be None: nothing so far. At last its number in
+#: its chunk, or None where there is no telling.
+Step = Callable[[Value, Sequence[Value], int | None], Sequence[Value]]
 
 
 def in_chunks(
@@ -151,7 +163,7 @@ def in_chunks(
     rest = build.sub(count, start)
 
     def one_more(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
-        return step(build.add(start, k), sums)
+        return step(build.add(start, k), sums, None)
 
     return kept.with_(body.loop(rest, zeros, one_more, maybe_none=True))
 
@@ -162,7 +174,7 @@ def _in_turns(
     """The sums, each of the terms since its turn."""
     size, width = body.machine.chunk, len(sums)
     for number in range(terms):
-        sums = list(step(body.build.add(start, ir.Constant(I64, number)), sums))
+        sums = list(step(body.build.add(start, ir.Constant(I64, number)), sums, number))
         for turn in range(number * width // size, (number + 1) * width // size):
             kept.add(turn, sums[turn])
             sums[turn] = None
@@ -245,16 +257,18 @@ def add_product(
 ) -> None:
     """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
     with C in float64, its row stride `c_row`, and factor in float32. `c_far`: C is not in cache.
-    From the address `later` on, `later_step` bytes a step are read ahead."""
+    From the address `later` on, `later_step` bytes a step are read ahead, and so are the rows of A
+    that follow."""
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
     if c_far:
         _prefetch_rows(body, c, machine.rows, c_row, vectors)
+    ahead = [Ahead(body.args["later"], later_step)]
+    if a_step == 1:
+        ahead.append(next_rows(body, a, a_row))
     sums = product(
-        body, a, b, depth,
-        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
-        ahead=[Ahead(body.args["later"], later_step)],
+        body, a, b, depth, a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, ahead=ahead
     )  # fmt: skip
     for row, parts in enumerate(sums):
         factor = body.at(body.args["factor"], row) if scaled else None
@@ -278,5 +292,5 @@ def _add_row(body: Body, c: Value, at: int, parts: Sequence[Value], factor: Valu
 def _prefetch_rows(body: Body, c: Value, rows: int, c_row: int, vectors: int) -> None:
     """Ask for a tile of float64."""
     for row in range(rows):
-        for line in range(0, vectors * body.width, _LINE):
+        for line in range(0, vectors * body.width, _LINE // 8):
             body.prefetch(body.at(c, row * c_row + line, F64))

@@ -27,12 +27,12 @@ from ringrt_backends.cpu.layout import (
     places_of,
     score_limit,
     source_of,
-    spans_of,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.memory import Memory, full, zeros
 from ringrt_backends.cpu.pack import Panels
+from ringrt_backends.cpu.spans import spans_of
 from ringrt_backends.cpu.workers import Workers
 
 #: So many tasks there should be, whatever the number of threads, for sums must not depend on it.
@@ -247,6 +247,5 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
     top = zeros((shape.panel // 2,), np.float32)
     held = [p, ds, by_key, tile, slope, top]
-    first, last, low, high = spans_of(SQUARE, shape)
-    at = [x.ctypes.data for x in held]
-    return Scratch(at[0], at[1], at[2], at[3], at[4], at[5], first, last, low, high), held
+    at, spans = [x.ctypes.data for x in held], spans_of(SQUARE, shape)
+    return Scratch(at[0], at[1], at[2], at[3], at[4], at[5], spans), held

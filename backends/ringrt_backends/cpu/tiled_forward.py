@@ -41,13 +41,13 @@ from ringrt_backends.cpu.layout import (
     places_of,
     score_limit,
     source_of,
-    spans_of,
     subtracted,
     units_of,
 )
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.memory import Memory, full, zeros
 from ringrt_backends.cpu.pack import Panels, Source
+from ringrt_backends.cpu.spans import spans_of
 from ringrt_backends.cpu.workers import Workers
 
 #: Keys of a chunk. Of its copies, no more than so many bytes are held at a time, where heads can
@@ -208,9 +208,9 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     many = 2 * KEYS * QUERIES // (shape.panel // 2)
     notes, marks = zeros((many, shape.panel), np.float32), np.zeros(1 + 2 * many, np.int64)
     held = [scores, weights, top, alpha, notes]
-    first, last, low, high = spans_of(QUERIES, shape)
     at, size = [x.ctypes.data for x in held], notes.strides[0]
-    return Scratch(at[0], at[1], at[2], at[3], at[4], size, marks, first, last, low, high), held
+    spans = spans_of(QUERIES, shape)
+    return Scratch(at[0], at[1], at[2], at[3], at[4], size, marks, spans), held
 
 
 def _absorb_sink(m: Array, z: Array, sink: Array, unit: float, batch: int) -> None:

@@ -138,6 +138,11 @@ class Body:
         options = [ir.Constant(I32, number) for number in (0, 3, 1)]
         self.intrinsic("llvm.prefetch.p0", ir.VoidType(), pointer, *options)
 
+    def barrier(self) -> None:
+        """LLVM moves no load and no store across it; the machine may."""
+        nothing = ir.FunctionType(ir.VoidType(), [])
+        self.build.call(ir.InlineAsm(nothing, "", "~{memory}", side_effect=True), [])
+
     # Vectors.
 
     def floats(self, x: float) -> Value:
