@@ -66,7 +66,7 @@ def test_the_warm_up_does_not_count():
     )
 
 
-@pytest.mark.parametrize(("seconds", "repeats"), [(1.9, 7), (2.1, 5)])
+@pytest.mark.parametrize(("seconds", "repeats"), [(1.9, 7), (2.1, 5), (29.0, 5), (31.0, 1)])
 def test_long_calls_are_repeated_less(seconds, repeats):
     assert len(FakeMachine(a=0.1, b=seconds).run(7)["a"]) == repeats
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 #: Seconds before every call. PyTorch's OpenMP threads spin for some ms after a call, and hold a
 #: core that the next contender needs.
 GAP_S = 0.03
-#: Where a call is longer than so many seconds, so many repeats are enough.
-_LONG_S, _LONG_REPEATS = 2.0, 5
+#: Where a call is longer than so many seconds, so many repeats are enough. (A product in bf16 takes
+#: a minute where it is not multiplied natively.)
+_ENOUGH = ((2.0, 5), (30.0, 1))
 
 Clock = Callable[[], float]
 #: The seconds of every call of each contender, in the order of the repeats.
@@ -53,8 +54,7 @@ def interleave(
     long), in an order that is turned round from one repeat to the next."""
     with _no_collection():
         slowest = max(_after_a_gap(each, sleep) for each in contenders)
-        if slowest > _LONG_S:
-            repeats = min(repeats, _LONG_REPEATS)
+        repeats = min([repeats, *(enough for long, enough in _ENOUGH if slowest > long)])
         times: Times = {each.name: [] for each in contenders}
         for turn in range(repeats):
             for each in contenders if turn % 2 == 0 else contenders[::-1]:
