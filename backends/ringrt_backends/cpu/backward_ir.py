@@ -35,7 +35,7 @@ def prob(
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
     bf16, and p and slope are panels. `later` bytes a step are read ahead. Vectors with weights
-    above `limit` are computed once more (see `exact`), unless in pairs or capped; `top`, one
+    above `limit` are computed once more where they are `exact.mended`; `top`, one
     vector, is the largest of all lane by lane.
     """
     extra = SPAN if masked else {}
@@ -66,8 +66,7 @@ def prob(
         values = [value for row in tile for value in row]
         return [by_halves([*values, top], body.larger) for top in tops]
 
-    mended = not (pairs or capped)
-    tops = [body.floats(0.0)] if mended else []
+    tops = [body.floats(0.0)] if exact.mended(pairs, capped) else []
     for top in body.loop(args["groups"], tops, tile_of_weights):
         body.store(top, args["top"])
         _mend(body, top, p_row, lambda number, at: _exact_weights(body, number, at, depth, p_row))
@@ -184,7 +183,7 @@ def dscore(
         return []
 
     body.loop(args["groups"], [], tile_of_gradients)
-    if not (pairs or capped):
+    if exact.mended(pairs, capped):
         top = body.load(args["top"])
         _mend(body, top, p_row, lambda number, at: _exact_gradients(body, number, at, depth, p_row))
     body.build.ret_void()

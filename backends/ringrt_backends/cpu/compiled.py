@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ringrt.plan.partition import Array
 from ringrt.plan.problem import Problem
-from ringrt_backends.cpu import backward_ir, disk, forward_ir, mend_ir, pack_ir
+from ringrt_backends.cpu import backward_ir, disk, exact, forward_ir, mend_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product, part_of_panel
 
@@ -145,7 +145,7 @@ def forward_module(
             depth=shape.depth, s_row=s_row, masked=masked, capped=capped, pairs=pairs,
         )  # fmt: skip
     forward_ir.soft(module, machine, "soft", s_row=s_row, capped=capped, pairs=pairs)
-    if not (pairs or capped):
+    if exact.mended(pairs, capped):
         mend_ir.mend(module, machine, "mend", depth=shape.depth, value_row=shape.value_row)
     for name, vectors in _widths("values", machine, shape.value_row):
         add_product(

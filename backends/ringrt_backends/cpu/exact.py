@@ -44,6 +44,12 @@ def large_part(least, factor, q_square, k_square):  # type: ignore[no-untyped-de
     return np.float32(part if part > least else least)
 
 
+def mended(pairs: bool, capped: bool) -> bool:
+    """Whether large weights are made exact at all: not in pairs, where weights are rounded to bf16
+    next, nor with a softcap, which keeps scores small."""
+    return not (pairs or capped)
+
+
 def any_above(body: Body, weights: Value, limits: Value) -> Value:
     """Whether any lane is above its limit."""
     return any_of(body, body.build.fcmp_ordered(">", weights, limits))

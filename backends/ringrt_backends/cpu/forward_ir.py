@@ -139,7 +139,7 @@ def soft(
         old = body.load(args["z"], v * width, body.doubles)
         z = body.fma(old, exact.wide(body, alphas[v]), total)
         body.store(z, args["z"], v * width)
-        if not (pairs or capped):
+        if exact.mended(pairs, capped):
             note(body, v * width, bests[v], bases[v], s_row)
     build.ret_void()
 
