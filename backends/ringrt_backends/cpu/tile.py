@@ -257,8 +257,8 @@ def add_product(
 ) -> None:
     """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
     with C in float64, its row stride `c_row`, and factor in float32. `c_far`: C is not in cache.
-    From the address `later` on, `later_step` bytes a step are read ahead, and so are the rows of A
-    that follow."""
+    From the address `later` on, `later_step` bytes a step are read ahead, and where a step is along
+    a row of A, the rows that follow."""
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
