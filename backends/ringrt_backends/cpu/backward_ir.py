@@ -11,7 +11,7 @@ from ringrt_backends.cpu.exact import wide
 from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.sums import by_halves
-from ringrt_backends.cpu.tile import Ahead, next_rows, product
+from ringrt_backends.cpu.tile import Ahead, product
 from ringrt_backends.cpu.vectors import F32, I8, I32, I64, PTR, Body, Value
 
 
@@ -35,8 +35,8 @@ def prob(
     float32 a column. If `capped`, t = tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and
     slope have rows of `p_row` floats; with `pairs` P goes to narrow as well, in rows of `p_row`
     bf16, and p and slope are panels. `later` bytes a step are read ahead. Vectors with weights
-    above `limit` are computed once more where they are `exact.mended`; `top`, one
-    vector, is the largest of all lane by lane.
+    above `limit` are computed once more where they are `exact.mended`; `top`, one vector, is the
+    largest of all lane by lane.
     """
     extra = SPAN if masked else {}
     body = Body(
@@ -48,7 +48,7 @@ def prob(
 
     def tile_of_weights(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
-        ahead = next_rows(body, a, depth), _next_panel(body, group, depth, later)
+        ahead = [_next_panel(body, group, depth, later)]
         tile = product(
             body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
         )  # fmt: skip
@@ -158,7 +158,7 @@ def dscore(
     def tile_of_gradients(group: Value, _: Sequence[Value]) -> Sequence[Value]:
         a = body.step(args["a"], group, rows * depth)
         delta = [body.load(args["delta"], v * body.width) for v in range(2)]
-        ahead = next_rows(body, a, depth), _next_panel(body, group, depth, later)
+        ahead = [_next_panel(body, group, depth, later)]
         tile = product(
             body, a, args["b"], depth,
             a_row=depth, a_step=1, pairs=pairs, less=delta, ahead=ahead,

@@ -45,8 +45,8 @@ def large_part(least, factor, q_square, k_square):  # type: ignore[no-untyped-de
 
 
 def mended(pairs: bool, capped: bool) -> bool:
-    """Whether large weights are made exact at all: not in pairs, where weights are rounded to bf16
-    next, nor with a softcap, which keeps scores small."""
+    """Whether large weights are made exact at all: not in pairs, where they are rounded to bf16
+    next, nor with a softcap: `weights` knows no tanh."""
     return not (pairs or capped)
 
 

@@ -11,7 +11,7 @@ from ringrt_backends.cpu import exact
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.mend_ir import NOTES, note
 from ringrt_backends.cpu.sums import by_halves, sums
-from ringrt_backends.cpu.tile import next_rows, product
+from ringrt_backends.cpu.tile import product
 from ringrt_backends.cpu.vectors import F32, I32, I64, PTR, Body, Value
 
 
@@ -59,10 +59,7 @@ def score(
 
     def tile_of_scores(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a, s = body.step(args["a"], group, rows * depth), body.step(args["s"], group, rows * s_row)
-        ahead = [next_rows(body, a, depth)]
-        tile = product(
-            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
-        )  # fmt: skip
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
         if capped:
             cap_scores(body, tile)
         if masked:

@@ -21,7 +21,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Rows that are prefetched ahead. With heads of 128 they are often a power of two apart, and of one
 #: set of the first-level cache, which has room for 8.
-_AHEAD, _LINE = 6, 64
+_AHEAD = 6
 #: Rows of K that are put in place together.
 _AT_ONCE = 4
 
@@ -204,8 +204,7 @@ def _prefetch_next_panel(
         body.prefetch(body.at(source, where, I8))
     target = body.at(body.args["target"], depth * machine.panel)
     target = body.step(target, d, machine.panel)
-    for line in range(0, 4 * machine.panel * machine.width, _LINE):
-        body.prefetch(body.at(target, line, I8))
+    body.prefetch(target, 4 * machine.panel * machine.width)
 
 
 def _rows_of_panel(body: Body) -> list[Value]:
@@ -278,8 +277,7 @@ def _row(
     build, args = body.build, body.args
     source = body.at(first, build.mul(number, args["stride"]), I8)
     far = build.mul(args["stride"], ir.Constant(I64, ahead))
-    for line in range(0, dim * _BYTES[dtype], _LINE):
-        body.prefetch(body.at(source, build.add(far, ir.Constant(I64, line)), I8))
+    body.prefetch(body.at(source, far, I8), dim * _BYTES[dtype])
     return source
 
 

@@ -15,11 +15,11 @@ NEVER = 1 << 30
 
 
 class Spans(NamedTuple):
-    """Memory of one thread. The queries' `first` and `last` key, int32; `low` and `high`, that of
-    each group of a tile's rows: the smallest and the largest key that any of them sees, int64. Of
-    each panel the keys that scores are needed of, for a group's product reads them across its
-    panels: those that any group sees which touches it, from `seen_from` to `seen_to`; and those
-    that all its queries see, from `full_from` to `full_to`. An end is the key after the last."""
+    """Ranges of keys, each with the key after its last: of every query, `first` and `last`, int32
+    `[queries]`; of every group of a tile's rows what any of these sees, `low` and `high`, int64
+    `[groups]`; and of every panel, int64 `[panels]`, what scores are needed of, `seen_from` and
+    `seen_to`, and what all of its queries see, `full_from` and `full_to`. Scores are needed of what
+    any group sees that touches the panel, for a group's product reads them across its panels."""
 
     first: Any
     last: Any
@@ -32,7 +32,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(queries: int, shape: Shape) -> Spans:
-    """For so many queries."""
+    """Memory for the spans of so many queries, unset."""
     groups, panels = -(-queries // shape.rows), queries // shape.panel
     first, last = (np.empty(queries, np.int32) for _ in range(2))
     low, high = (np.empty(groups, np.int64) for _ in range(2))
@@ -42,7 +42,7 @@ def spans_of(queries: int, shape: Shape) -> Spans:
 @inner
 def set_spans(tile, q0, from_key, to_key, shape, spans):  # type: ignore[no-untyped-def]
     """Set the spans of queries q0, q0 + 1, ... in [from_key, to_key), counted from from_key. The
-    smallest and the largest key that any of them sees.
+    range of keys that any of them sees; where it is empty, groups and panels are not set.
 
     Row a of the tile sees its keys a − upper .. a − lower."""
     row0, row1, key0, key1, lower, upper = tile
@@ -58,14 +58,14 @@ def set_spans(tile, q0, from_key, to_key, shape, spans):  # type: ignore[no-unty
         first[i], last[i] = begin - from_key, end - from_key
         low, high = min(low, begin - from_key), max(high, end - from_key)
     if low < high:
-        _set_groups(spans, shape.rows)
+        _set_groups(spans, shape)
         _set_panels(spans, shape)
     return low, high
 
 
 @inner
-def _set_groups(spans, size):  # type: ignore[no-untyped-def]
-    first, last = spans.first, spans.last
+def _set_groups(spans, shape):  # type: ignore[no-untyped-def]
+    first, last, size = spans.first, spans.last, shape.rows
     for group in range(len(spans.low)):
         bottom, top = np.int64(NEVER), np.int64(-NEVER)
         for i in range(group * size, min(group * size + size, len(first))):

@@ -58,10 +58,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ringrt_backends.cpu.machine import Machine
-from ringrt_backends.cpu.vectors import F32, F64, I8, I32, I64, PTR, Body, Value
-
-#: Bytes of a line of the cache.
-_LINE = 64
+from ringrt_backends.cpu.vectors import F32, F64, I8, I32, I64, LINE, PTR, Body, Value
 
 
 class Ahead(NamedTuple):
@@ -71,16 +68,11 @@ class Ahead(NamedTuple):
     bytes_a_step: int
 
     def due(self, number: int, steps: int) -> int | None:
-        """Which line step `number` of so many asks for, in bytes from what is its own; None for
-        most. All together ask for every line of theirs once."""
-        lines = -(-self.bytes_a_step * steps // _LINE)
+        """The line that step `number` of a chunk of so many asks for, in bytes from the step's own
+        part on; None for most steps. Together they ask for every line of theirs once."""
+        lines = -(-self.bytes_a_step * steps // LINE)
         line, before = number * lines // steps, (number - 1) * lines // steps
-        return None if line == before else line * _LINE - number * self.bytes_a_step
-
-
-def next_rows(body: Body, a: Value, row: int) -> Ahead:
-    """The next tile's rows of A, which follow in memory; each of `row` elements."""
-    return Ahead(body.at(a, body.machine.rows * row), 4 * body.machine.rows)
+        return None if line == before else line * LINE - number * self.bytes_a_step
 
 
 def part_of_panel(machine: Machine, rows: int) -> int:
@@ -105,8 +97,12 @@ def product(
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
     elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
     from every row, one vector for each: as the totals begin with it, they stay as small as the
-    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile."""
+    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile, besides
+    the next tile's rows of A where steps are along these (but for the steps after the last whole
+    chunk of a depth that is not known)."""
     build, rows = body.build, body.machine.rows
+    if a_step == 1:
+        ahead = [Ahead(body.at(a, rows * a_row), 4 * rows), *ahead]
 
     def step(k: Value, sums: Sequence[Value], number: int | None) -> Sequence[Value]:
         body.barrier()
@@ -257,18 +253,16 @@ def add_product(
 ) -> None:
     """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
     with C in float64, its row stride `c_row`, and factor in float32. `c_far`: C is not in cache.
-    From the address `later` on, `later_step` bytes a step are read ahead, and where a step is along
-    a row of A, the rows that follow."""
+    From the address `later` on, `later_step` bytes a step are read ahead."""
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
     if c_far:
         _prefetch_rows(body, c, machine.rows, c_row, vectors)
-    ahead = [Ahead(body.args["later"], later_step)]
-    if a_step == 1:
-        ahead.append(next_rows(body, a, a_row))
     sums = product(
-        body, a, b, depth, a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs, ahead=ahead
+        body, a, b, depth,
+        a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
+        ahead=[Ahead(body.args["later"], later_step)],
     )  # fmt: skip
     for row, parts in enumerate(sums):
         factor = body.at(body.args["factor"], row) if scaled else None
@@ -292,5 +286,4 @@ def _add_row(body: Body, c: Value, at: int, parts: Sequence[Value], factor: Valu
 def _prefetch_rows(body: Body, c: Value, rows: int, c_row: int, vectors: int) -> None:
     """Ask for a tile of float64."""
     for row in range(rows):
-        for line in range(0, vectors * body.width, _LINE // 8):
-            body.prefetch(body.at(c, row * c_row + line, F64))
+        body.prefetch(body.at(c, row * c_row, F64), 8 * vectors * body.width)

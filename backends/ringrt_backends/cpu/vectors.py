@@ -17,6 +17,9 @@ from ringrt_backends.cpu.machine import Machine
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, PTR = ir.FloatType(), ir.DoubleType(), ir.PointerType()
 
+#: Bytes of a line of the cache.
+LINE = 64
+
 #: What memory is aligned to, where it is not 4 bytes.
 _ALIGN = {F64: 8, I64: 8, I16: 2, ir.HalfType(): 2}
 
@@ -133,10 +136,12 @@ class Body:
     def _vector_of_room(self, number: int) -> Value:
         return self.build.gep(self._room, [ir.Constant(I64, number)])
 
-    def prefetch(self, pointer: Value) -> None:
-        """Have a line of memory read into the cache; it may lie anywhere."""
+    def prefetch(self, pointer: Value, size: int = 1) -> None:
+        """Have so many bytes read into the cache, line by line; they may lie anywhere."""
         options = [ir.Constant(I32, number) for number in (0, 3, 1)]
-        self.intrinsic("llvm.prefetch.p0", ir.VoidType(), pointer, *options)
+        for line in range(0, size, LINE):
+            where = self.at(pointer, line, I8)
+            self.intrinsic("llvm.prefetch.p0", ir.VoidType(), where, *options)
 
     def barrier(self) -> None:
         """LLVM moves no load and no store across it; the machine may."""
