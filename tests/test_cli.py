@@ -265,23 +265,19 @@ def test_interrupting_thread_ranks_ends_them(tmp_path, ranks, threads):
     assert job.wait(timeout=30) != 0
 
 
-def test_help_is_quick_and_needs_no_extras():
-    """With every extra made impossible to import, and in well under the 0.3 s that a person
-    may wait: the best of a few, since machines are noisy."""
+def test_help_imports_little_and_needs_no_extras():
+    """With every extra made impossible to import, and without NumPy, which takes longer than all
+    the rest: a person waits for it."""
     code = (
         "import sys\n"
-        "for name in ('cupy', 'numba', 'mpi4py', 'torch', 'jax'): sys.modules[name] = None\n"
+        "for name in ('cupy', 'numba', 'mpi4py', 'torch', 'jax', 'numpy', 'yaml', 'pluggy'):\n"
+        "    sys.modules[name] = None\n"
         "sys.argv = ['ringrt', '--help']\n"
         "from ringrt.cli import main\nmain()"
     )
-    seconds = []
-    for _ in range(5):
-        begin = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        seconds.append(time.monotonic() - begin)
-        assert done.returncode == 0
-        assert "run " in done.stdout
-    assert min(seconds) < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "run " in done.stdout
 
 
 def test_commands_work_without_the_extras():

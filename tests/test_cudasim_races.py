@@ -4,7 +4,6 @@ is there to find is made here, and the same program without the mistake passes."
 from __future__ import annotations
 
 import gc
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +20,7 @@ from cudasim_support import (
 from ringrt import cudasim
 from ringrt.cudasim import StreamRace, api as cp
 from ringrt.cudasim.lanes import HOST
+from support import lines_run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -246,18 +246,16 @@ def test_long_loops_stay_linear():
     there, back = cp.cuda.Event(), cp.cuda.Event()
 
     def loop(count):
-        begin = time.perf_counter()
         for _ in range(count):
             kernel((1,), (32,), (x, y, np.float32(1)), stream=first)
             second.wait_event(first.record(there))
             kernel((1,), (32,), (y, x, np.float32(1)), stream=second)
             first.wait_event(second.record(back))
         first.synchronize()
-        return (time.perf_counter() - begin) / count
 
     loop(50)
-    short, long = loop(100), loop(2000)
-    assert long < 4 * short
+    short, long = (lines_run(lambda n=n: loop(n)) / n for n in (100, 2000))
+    assert long < 1.5 * short
     assert len(x.data.mem._allocation.ledger) < 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import ringrt
 from ringrt import Mask, Piece
 from ringrt.errors import ConfigError, PlanError
 from ringrt.plan.mask_options import MaskOptions
-from support import PARTITIONS as NAMES, assert_close, random_qkv
+from support import PARTITIONS as NAMES, assert_close, lines_run, random_qkv
 
 
 def built(q_length, kv_length, **options):
@@ -176,13 +175,11 @@ def test_overlapping_pieces_are_found_exactly(data):
         Mask(pieces).check(6, 6)
 
 
-def test_ten_thousand_pieces_are_checked_in_seconds():
+def test_checking_ten_thousand_pieces_looks_at_no_pair_of_them_in_python():
     cuts = np.arange(0, 100_001, 10)
     pieces = [Piece(int(a), int(b), int(a), int(b), 0) for a, b in itertools.pairwise(cuts)]
     mask = Mask(pieces)
-    begin = time.perf_counter()
-    mask.check(100_000, 100_000)
-    assert time.perf_counter() - begin < 10
+    assert lines_run(lambda: mask.check(100_000, 100_000)) < len(pieces)
 
 
 @pytest.mark.parametrize(
