@@ -47,13 +47,14 @@ class Rows(NamedTuple):
 
 class Block(NamedTuple):
     """A block of keys, of one thread: addresses of K and V as rows `[keys, depth]`, K as panels
-    (see `pack.Panels`); dk and dv `[keys, row]` float64; and the sizes of K and V (see `pack`)."""
+    (see `pack.Panels`), of dk and dv `[keys, row]` as sums (see `compiled.Shape`); and the sizes of
+    K and V (see `pack`)."""
 
     k: int
     v: int
     k_columns: Any
-    dk: Any
-    dv: Any
+    dk: int
+    dv: int
     sizes: Any
 
 
@@ -74,7 +75,7 @@ class Scratch(NamedTuple):
 class Work(NamedTuple):
     """A shard: tiles cut at blocks of rows (see `layout.Blocks`), blocks of queries [from_block,
     to_block), keys [begin, end), in how many `parts` the blocks of keys are dealt out, and query
-    heads a KV head. dq's address, `[parts, lanes, dq_rows, row]` float64 from the first block on.
+    heads a KV head. dq's address, `[parts, lanes, dq_rows, row]` sums from the first block on.
     `left_out` `[KV lanes, blocks of keys]` is set for what is not ordinary."""
 
     starts: Any
@@ -123,12 +124,13 @@ def absorb(control, tasks, shape, at, units, scale, work, rows, source, dk, dv, 
                 work.left_out[lane, number] = 1
                 continue
             for head in range(lane * work.group, lane * work.group + work.group):
-                dq = work.dq + (part * work.lanes + head) * work.dq_rows * shape.row * 8
+                dq_bytes = work.dq_rows * shape.row * shape.sum_bytes
+                dq = work.dq + (part * work.lanes + head) * dq_bytes
                 _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scratch)
             to, stride, count = where(dk, lane, begin), dk.row_stride, end - begin
-            call(at[_DK_ADDED], (base(block.dk), to, stride, count, scale))
+            call(at[_DK_ADDED], (block.dk, to, stride, count, scale))
             to, stride = where(dv, lane, begin), dv.row_stride
-            call(at[_DV_ADDED], (base(block.dv), to, stride, count, 1.0))
+            call(at[_DV_ADDED], (block.dv, to, stride, count, 1.0))
 
 
 @inner
@@ -145,8 +147,8 @@ def _pack_block(shape, at, source, lane, begin, end, block):  # type: ignore[no-
     call(at[_V_ROWS], (v, source.v.row_stride, count, block.v, v_size))
     clear(block.k + count * shape.depth * 4, shape.rows * shape.depth * 4)
     clear(block.v + count * shape.value_depth * 4, shape.rows * shape.value_depth * 4)
-    block.dk[:] = 0
-    block.dv[:] = 0
+    clear(block.dk, (count + shape.rows) * shape.row * shape.sum_bytes)
+    clear(block.dv, (count + shape.rows) * shape.value_row * shape.sum_bytes)
 
 
 @inner
@@ -155,9 +157,10 @@ def _absorb_head(shape, at, units, head, begin, end, dq, work, rows, block, scra
     for q_block in range(work.from_block, work.to_block):
         if not rows.ordinary[head, q_block]:
             continue
-        to = dq + (q_block - work.from_block) * SQUARE * shape.row * 8
+        block_bytes = SQUARE * shape.row * shape.sum_bytes
+        to = dq + (q_block - work.from_block) * block_bytes
         if rows.fresh[head, q_block]:
-            clear(to, SQUARE * shape.row * 8)
+            clear(to, block_bytes)
             rows.fresh[head, q_block] = 0
         for index in range(work.starts[q_block], work.starts[q_block + 1]):
             tile = work.table[index]
@@ -181,12 +184,12 @@ def _absorb_tile(shape, at, units, tile, lane, q0, begin, end, dq, rows, block, 
     b = rows.dout_columns + lane_bytes * shape.value_panels
     _add_keys(
         shape, at[_VALUE_BY_ROW], at[_VALUE_BY_ROW_NARROW], scratch.p, b, shape.value_panels,
-        shape.value_row, base(block.dv), tile, q0, begin, end, rows.rows,
+        shape.value_row, block.dv, tile, q0, begin, end, rows.rows,
     )  # fmt: skip
     b = rows.q_columns + lane_bytes * shape.panels
     _add_keys(
         shape, at[_BY_ROW], at[_BY_ROW_NARROW], scratch.ds, b, shape.panels,
-        shape.row, base(block.dk), tile, q0, begin, end, rows.rows,
+        shape.row, block.dk, tile, q0, begin, end, rows.rows,
     )  # fmt: skip
     _add_queries(shape, at, dq, end - begin, block, scratch)
 
@@ -240,7 +243,7 @@ def _add_keys(shape, wide, narrow, a, b, count, width, c, tile, q0, begin, end, 
                 from_a = a + key * (_ROW // each) + bottom * 4
                 panel = b + column * panel_bytes
                 from_b = panel + (q0 // each + bottom) * row_bytes
-                to = c + (key * width + column * shape.panel) * 8
+                to = c + (key * width + column * shape.panel) * shape.sum_bytes
                 later = panel + panel_bytes + (q0 + key) // each * row_bytes
                 call(function, (from_a, from_b, to, top - bottom, later))
 
@@ -275,7 +278,7 @@ def _add_queries(shape, at, dq, keys, block, scratch):  # type: ignore[no-untype
             if bottom < top:
                 row = group * shape.rows
                 a, b = ds + bottom * _ROW + row * 4, panel + bottom * row_bytes
-                c = dq + (row * shape.row + column * shape.panel) * 8
+                c = dq + (row * shape.row + column * shape.panel) * shape.sum_bytes
                 later = panel + panel_bytes + row // each * row_bytes
                 call(function, (a, b, c, top - bottom, later))
 
@@ -290,9 +293,10 @@ def finish(control, tasks, shape, scale, rounding, rows, dq, packed, heads, out,
             return
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
-        own = dq + (lane * packed.rows + block * SQUARE) * shape.row * 8
+        row_size = shape.row * shape.sum_bytes
+        own = dq + (lane * packed.rows + block * SQUARE) * row_size
         if packed.fresh[lane, block]:
-            clear(own, SQUARE * shape.row * 8)
+            clear(own, SQUARE * row_size)
         for i in range(block * SQUARE, min(block * SQUARE + SQUARE, rows)):
-            source = own + (i - block * SQUARE) * shape.row * 8
+            source = own + (i - block * SQUARE) * row_size
             call(rounding, (source, out + ((batch * rows + i) * heads + head) * row_bytes, scale))

@@ -17,6 +17,7 @@ from ringrt.plan.problem import Problem
 from ringrt_backends.cpu import backward_ir, disk, exact, forward_ir, mend_ir, pack_ir
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.tile import add_product, part_of_panel
+from ringrt_backends.cpu.vectors import F32, F64
 
 #: Forward: queries of a block, whose state stays in cache, and keys of a block, the longest sum
 #: in float32. Both are multiples of a tile's rows, queries of its columns too.
@@ -31,7 +32,9 @@ SKEW = 16
 class Shape(NamedTuple):
     """What the drivers know of the compiled code. `depth` and `value_depth`: 32-bit elements of a
     row of K and V; `panels` and `value_panels`: of its columns, the last `narrow` (one vector
-    wide) or not; `row` and `value_row`: floats of a row of dq or y, a whole number of vectors."""
+    wide) or not; `row` and `value_row`: elements of a row of dq or y, a whole number of vectors;
+    `sum_bytes`: of an element of dq, dk and dv while they are added up, float64, or float32 where
+    weights are rounded to bf16 (y, which waits for the next shard, is float64 always)."""
 
     rows: int
     panel: int
@@ -44,6 +47,7 @@ class Shape(NamedTuple):
     value_panels: int
     row: int
     value_row: int
+    sum_bytes: int
 
 
 #: Order of the addresses that the drivers are given; the last few are those of packing and
@@ -80,7 +84,7 @@ def shape_of(machine: Machine, dim: int, value_dim: int, pairs: bool) -> Shape:
     panels, value_panels = (-(-x // panel) for x in (row, value_row))
     return Shape(
         machine.rows, panel, pairs, dim, value_dim, depth, value_depth, panels, value_panels,
-        row, value_row,
+        row, value_row, 4 if pairs else 8,
     )  # fmt: skip
 
 
@@ -170,9 +174,10 @@ def backward_module(
     pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
     pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
-    pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row)
-    pack_ir.added(module, machine, "dv_added", dim=value_dim, row=shape.value_row)
-    pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32")
+    sums = F32 if shape.sum_bytes == 4 else F64
+    pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row, sums=sums)
+    pack_ir.added(module, machine, "dv_added", dim=value_dim, row=shape.value_row, sums=sums)
+    pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32", sums=sums)
     p_row, later = SQUARE + SKEW, part_of_panel(machine, SQUARE)
     for name, masked in (("prob", False), ("prob_masked", True)):
         backward_ir.prob(
@@ -185,7 +190,7 @@ def backward_module(
     )  # fmt: skip
     # Rows of bf16 are half as long, and a step along them is a pair.
     along = p_row // 2 if pairs else p_row
-    product = partial(add_product, module, machine, pairs=pairs)
+    product = partial(add_product, module, machine, pairs=pairs, sums=sums)
     by_row, by_column = (along, 1), (1, p_row)
     # dq of a whole head is read and written for each block of keys; dk and dv are of one block.
     for kind_of, (a_row, a_step), c_row, far in (

@@ -218,15 +218,16 @@ def _rows_of_panel(body: Body) -> list[Value]:
     return rows
 
 
-def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str) -> None:
-    """Emit name(source, target, factor): factor · source, float64, in the nearest numbers of the
-    dtype, one row."""
+def rounded(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, sums: ir.Type = F64
+) -> None:
+    """Emit name(source, target, factor): factor · source, `sums` (float64 or float32), in the
+    nearest numbers of the dtype, one row."""
     body = Body(module, machine, name, source=PTR, target=PTR, factor=F64)
     build, args, element = body.build, body.args, _ELEMENTS[dtype]
     for at, lanes in _cuts(dim, body.width):
-        kind = F64 if lanes == 1 else body.doubles
         factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
-        exact = build.load(body.at(args["source"], at, F64), align=8, typ=kind)
+        exact = _double(body, body.at(args["source"], at, sums), lanes, sums)
         x = build.fptrunc(build.fmul(exact, factor), _wide(F32, lanes))
         if dtype == "float16":
             x = build.fptrunc(x, _wide(element, lanes))
@@ -236,21 +237,24 @@ def rounded(module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: 
     build.ret_void()
 
 
-def added(module: ir.Module, machine: Machine, name: str, *, dim: int, row: int) -> None:
+def added(
+    module: ir.Module, machine: Machine, name: str, *, dim: int, row: int, sums: ir.Type
+) -> None:
     """Emit name(source, target, stride, count, factor): target += factor · source, for count >= 1
-    rows of float64, `row` elements apart, and of float32, `stride` bytes apart."""
+    rows of `sums` (float64 or float32), `row` elements apart, and of float32, `stride` bytes
+    apart."""
     body = Body(
         module, machine, name, source=PTR, target=PTR, stride=I64, count=I64, factor=F64
     )  # fmt: skip
     build, args = body.build, body.args
 
     def one(number: Value, _: Sequence[Value]) -> Sequence[Value]:
-        source = body.step(args["source"], number, row, F64)
+        source = body.step(args["source"], number, row, sums)
         target = _row(body, args["target"], number, dim, "float32")
         for at, lanes in _cuts(dim, body.width):
             kind = F64 if lanes == 1 else body.doubles
             factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
-            exact = build.load(body.at(source, at, F64), align=8, typ=kind)
+            exact = _double(body, body.at(source, at, sums), lanes, sums)
             old = build.load(body.at(target, at), align=4, typ=_wide(F32, lanes))
             new = build.fadd(build.fpext(old, kind), build.fmul(exact, factor))
             build.store(build.fptrunc(new, _wide(F32, lanes)), body.at(target, at), align=4)
@@ -258,6 +262,12 @@ def added(module: ir.Module, machine: Machine, name: str, *, dim: int, row: int)
 
     body.loop(args["count"], [], one)
     build.ret_void()
+
+
+def _double(body: Body, source: Value, lanes: int, element: ir.Type) -> Value:
+    """A float64, or so many: float64 or float32 in memory."""
+    loaded = body.build.load(source, align=8 if element == F64 else 4, typ=_wide(element, lanes))
+    return loaded if element == F64 else body.build.fpext(loaded, _wide(F64, lanes))
 
 
 _SOURCE = {"source": PTR, "stride": I64, "count": I64, "target": PTR}

@@ -247,43 +247,47 @@ def add_product(
     c_row: int,
     vectors: int,
     later_step: int,
+    sums: ir.Type = F64,
     scaled: bool = False,
     c_far: bool = False,
     pairs: bool = False,
 ) -> None:
     """Emit name(a, b, c, depth, later[, factor]): C += A·B, or C = factor[r]·C + A·B row by row,
-    with C in float64, its row stride `c_row`, and factor in float32. `c_far`: C is not in cache.
-    From the address `later` on, `later_step` bytes a step are read ahead."""
+    with C in `sums` (float64 or float32), its row stride `c_row`, and factor in float32. `c_far`: C
+    is not in cache. From the address `later` on, `later_step` bytes a step are read ahead."""
     extra = {"factor": PTR} if scaled else {}
     body = Body(module, machine, name, a=PTR, b=PTR, c=PTR, depth=I64, later=PTR, **extra)
     a, b, c, depth = (body.args[key] for key in ("a", "b", "c", "depth"))
     if c_far:
-        _prefetch_rows(body, c, machine.rows, c_row, vectors)
-    sums = product(
+        _prefetch_rows(body, c, c_row, vectors, sums)
+    tile = product(
         body, a, b, depth,
         a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
         ahead=[Ahead(body.args["later"], later_step)],
     )  # fmt: skip
-    for row, parts in enumerate(sums):
+    for row, parts in enumerate(tile):
         factor = body.at(body.args["factor"], row) if scaled else None
-        _add_row(body, c, row * c_row, parts, factor)
+        _add_row(body, c, row * c_row, parts, factor, sums)
     body.build.ret_void()
 
 
-def _add_row(body: Body, c: Value, at: int, parts: Sequence[Value], factor: Value) -> None:
+def _add_row(
+    body: Body, c: Value, at: int, parts: Sequence[Value], factor: Value, sums: ir.Type
+) -> None:
     """C = C + parts, or factor·C + parts, for vectors side by side."""
-    build = body.build
+    build, kind = body.build, ir.VectorType(sums, body.width)
     if factor is not None:
-        scalar = build.load(factor, align=4, typ=F32)
-        factor = build.fpext(body.splat(scalar), body.doubles)
+        factor = body.splat(build.load(factor, align=4, typ=F32))
+        factor = factor if sums == F32 else build.fpext(factor, kind)
     for vector, part in enumerate(parts):
         here = at + vector * body.width
-        old, new = body.load(c, here, body.doubles), build.fpext(part, body.doubles)
+        old, new = body.load(c, here, kind), part if sums == F32 else build.fpext(part, kind)
         total = build.fadd(old, new) if factor is None else body.fma(old, factor, new)
         body.store(total, c, here)
 
 
-def _prefetch_rows(body: Body, c: Value, rows: int, c_row: int, vectors: int) -> None:
-    """Ask for a tile of float64."""
-    for row in range(rows):
-        body.prefetch(body.at(c, row * c_row, F64), 8 * vectors * body.width)
+def _prefetch_rows(body: Body, c: Value, c_row: int, vectors: int, sums: ir.Type) -> None:
+    """Ask for a tile of sums."""
+    size = (4 if sums == F32 else 8) * vectors * body.width
+    for row in range(body.machine.rows):
+        body.prefetch(body.at(c, row * c_row, sums), size)

@@ -44,8 +44,8 @@ _TASKS, _AT_ONCE = 8, 14
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TiledGrads:
     """q and dout as given, lse and delta `[lanes, rows]` float64, and all packed; dq `[lanes, rows,
-    row]` float64, without the scale; each thread's scratch, and tiles cut to blocks. `held` is
-    what addresses lead to."""
+    row]` sums (see `compiled.Shape`), without the scale; each thread's scratch, and tiles cut to
+    blocks. `held` is what addresses lead to."""
 
     problem: Problem
     code: Code
@@ -93,7 +93,7 @@ class TiledBackward:
         usable = ordinary(q_packed[2], score_limit(problem)) & ordinary(dout_packed[2])
         usable &= _usable(lse, delta, padded)
         packed_arrays = [*q_packed[:2], *dout_packed[:2]]
-        dq = self._memory.take((lanes, padded, shape.row), np.float64)
+        dq = self._memory.take((lanes, padded, shape.row), _sums(shape))
         fresh = np.ones((lanes, blocks), np.uint8)
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
@@ -131,7 +131,7 @@ class TiledBackward:
         for first in range(0, count, count if parts == 1 else _AT_ONCE):
             last = count if parts == 1 else min(first + _AT_ONCE, count)
             rows = slice(first * SQUARE, last * SQUARE)
-            own = dq[None] if parts == 1 else zeros((parts, *dq[:, rows].shape))
+            own = dq[None] if parts == 1 else zeros((parts, *dq[:, rows].shape), dq.dtype)
             work = Work(
                 blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group,
                 own.ctypes.data, own.shape[2], own.shape[1], left_out,
@@ -223,6 +223,11 @@ def _usable(lse: Array, delta: Array, padded: int) -> Array:
     return np.asarray(blocks.all(axis=2)).view(np.uint8)
 
 
+def _sums(shape: Shape) -> Any:
+    """The dtype of dq, dk and dv while they are added up."""
+    return np.float32 if shape.sum_bytes == 4 else np.float64
+
+
 def _block(shape: Shape) -> tuple[Block, list[Array]]:
     """One thread's, and the arrays that its addresses lead to."""
     rows = SQUARE + shape.rows
@@ -231,10 +236,9 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     k, v = (zeros((rows, depth), np.uint32) for depth in (shape.depth, shape.value_depth))
     k_columns = zeros((shape.panels, k_rows, shape.panel), np.uint32)
     panels = Panels(k_columns.ctypes.data, *k_columns.shape)
-    sums = zeros((rows, shape.row)), zeros((rows, shape.value_row))
-    k_and_v = np.zeros((2, 2), np.float32)
-    block = Block(k.ctypes.data, v.ctypes.data, panels, *sums, k_and_v)
-    return block, [k, v, k_columns]
+    sums = [zeros((rows, row), _sums(shape)) for row in (shape.row, shape.value_row)]
+    at, sizes = [x.ctypes.data for x in (k, v, *sums)], np.zeros((2, 2), np.float32)
+    return Block(at[0], at[1], panels, at[2], at[3], sizes), [k, v, k_columns, *sums]
 
 
 def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
