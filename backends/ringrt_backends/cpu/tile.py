@@ -91,6 +91,7 @@ def product(
     a_step: int,
     vectors: int = 2,
     pairs: bool = False,
+    levels: int = 2,
     less: Sequence[Value] | None = None,
     ahead: Sequence[Ahead] = (),
 ) -> list[list[Value]]:
@@ -115,7 +116,8 @@ def product(
 
     zeros = [body.floats(0.0)] * (rows * vectors)
     totals = [build.fneg(x) for x in less] * rows if less else zeros
-    sums = in_chunks(body, depth, totals, step)
+    add_up = in_chunks if levels == 2 else in_a_row
+    sums = add_up(body, depth, totals, step)
     return [list(sums[row * vectors : (row + 1) * vectors]) for row in range(rows)]
 
 
@@ -162,6 +164,33 @@ def in_chunks(
         return step(build.add(start, k), sums, None)
 
     return kept.with_(body.loop(rest, zeros, one_more, maybe_none=True))
+
+
+def in_a_row(
+    body: Body, count: int | Value, totals: Sequence[Value], step: Step
+) -> Sequence[Value]:
+    """The same in one level, where the terms are rounded more than their sum is."""
+    build, size = body.build, body.machine.chunk
+
+    def some(start: Value, terms: int, sums: Sequence[Value]) -> Sequence[Value]:
+        for number in range(terms):
+            sums = step(build.add(start, ir.Constant(I64, number)), sums, number)
+        return sums
+
+    def chunk(number: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        return some(build.mul(number, ir.Constant(I64, size)), size, sums)
+
+    if isinstance(count, int):
+        sums = body.loop(count // size, totals, chunk) if count >= size else totals
+        return some(ir.Constant(I64, count // size * size), count % size, sums)
+    whole = build.sdiv(count, ir.Constant(I64, size))
+    sums = body.loop(whole, totals, chunk, maybe_none=True)
+    start = build.mul(whole, ir.Constant(I64, size))
+
+    def one_more(k: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        return step(build.add(start, k), sums, None)
+
+    return body.loop(build.sub(count, start), sums, one_more, maybe_none=True)
 
 
 def _in_turns(
@@ -263,7 +292,7 @@ def add_product(
     tile = product(
         body, a, b, depth,
         a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
-        ahead=[Ahead(body.args["later"], later_step)],
+        levels=1 if pairs else 2, ahead=[Ahead(body.args["later"], later_step)],
     )  # fmt: skip
     for row, parts in enumerate(tile):
         factor = body.at(body.args["factor"], row) if scaled else None
