@@ -227,8 +227,9 @@ def test_the_limit_is_of_multiply_adds_alone(name, dtype):
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     """A chunk: for each of its steps a product for every vector of the tile, one broadcast a row
-    and two loads of B; and for each vector one addition to its total, in memory with AVX2. What
-    LLVM moves to the stack besides is little, and no more than every second step asks for a line."""
+    and two loads of B; and for each vector one addition to its total, in memory with AVX2, but none
+    where weights are bf16. What LLVM moves to the stack besides is little, and no more than every
+    second step asks for a line."""
     made, kernels = assembly(name, dtype)
     product = r"\tvdpbf16ps\t" if dtype == "bfloat16" else r"\t(?:vfn?madd\w+|vmul)ps\t"
     register = "%zmm" if made.width == 16 else "%ymm"
@@ -239,10 +240,11 @@ def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     lines, products = max(loops, key=lambda loop: len(loop[1]))
     vectors = 2 * made.rows
     assert len(products) == vectors * made.chunk
-    assert len(re.findall(rf"\tvaddps\t[^\n]*{register}", lines)) == vectors
+    totals = 0 if dtype == "bfloat16" and not kernel.startswith("score") else vectors
+    assert len(re.findall(rf"\tvaddps\t[^\n]*{register}", lines)) == totals
     of_totals = 2 * vectors if name == "avx2" else 0
     moved = lines.count("(%rsp)") - of_totals
-    assert moved <= (4 if name == "avx2" else 12)
+    assert moved <= (0 if totals == 0 else 4 if name == "avx2" else 12)
     broadcasts = len(re.findall(r"\tv(?:p)?broadcast\w+\t", lines))
     assert broadcasts == made.rows * made.chunk
     loads = len(re.findall(rf"\tvmov[au]p[sd]\t[^%\n][^\n]*{register}", lines))
@@ -250,15 +252,17 @@ def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     assert 1 <= lines.count("\tprefetcht0\t") <= made.chunk // 2
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 16), ("bfloat16", 4)])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 12), ("bfloat16", 0)])
 @pytest.mark.parametrize(
     "kernel", ["score", "values", "dscore", "by_row", "by_column", "value_by_row"]
 )
 def test_hardly_a_vector_is_spilled(dtype, most, kernel):
     """AVX-512 has registers for the sums of a tile, their totals and operands. A chunk of fp32 is
-    ordered by LLVM such that it needs a few more."""
+    ordered by LLVM such that it needs a few more; products have two loops of these, before and
+    after they ask for C."""
     _, kernels = assembly("avx512", dtype)
-    assert len(spills(kernels[kernel])) <= most
+    loops = 1 if kernel in ("score", "dscore") else 2
+    assert len(spills(kernels[kernel])) <= most * loops
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

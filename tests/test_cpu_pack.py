@@ -8,6 +8,7 @@ import pytest
 from cpu_support import NAMES, Function, machine_of
 
 from ringrt_backends.cpu import compiled, pack_ir
+from ringrt_backends.cpu.vectors import F32, F64
 from support import numpy_dtype
 
 
@@ -142,6 +143,9 @@ class _Packing(dict):
 
 PACKING = _Packing()
 
+#: What is added up over blocks, by the dtype's name.
+SUMS = {"float64": F64, "float32": F32}
+
 
 @pytest.mark.parametrize("name", ["4", "8", "16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -154,7 +158,7 @@ def test_every_narrow_number_is_widened_and_rounded(name, dtype):
     rows(x, x.strides[0], 1024, wide, size)
     np.testing.assert_array_equal(wide, x.astype(np.float32))
     assert np.isnan(size[0])
-    rounded = Function(machine, lambda *module: pack_ir.rounded(*module, **kind))
+    rounded = Function(machine, lambda *module: pack_ir.rounded(*module, **kind, sums=F64))
     out = np.empty_like(x)
     # NaN of any kind is widened to a double without a word.
     exact = np.empty((1024, 64))
@@ -168,31 +172,35 @@ def test_every_narrow_number_is_widened_and_rounded(name, dtype):
 @pytest.mark.parametrize("name", ["4", "8", "16"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [1, 7, 16, 37])
-def test_rounding(name, dtype, dim):
+@pytest.mark.parametrize("sums", SUMS)
+def test_rounding(name, dtype, dim, sums):
     """To nearest, ties to even; what is too large is inf."""
-    rounded = Function(
-        machine_of(name), lambda *module: pack_ir.rounded(*module, dim=dim, dtype=dtype)
-    )
+    kind = {"dim": dim, "dtype": dtype, "sums": SUMS[sums]}
+    rounded = Function(machine_of(name), lambda *module: pack_ir.rounded(*module, **kind))
     rng = np.random.default_rng(0)
     some = np.concatenate((rng.standard_normal(500), [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e39, -1e39, 7e4, np.inf, np.nan, 0.0, -0.0]))  # fmt: skip
+    with np.errstate(over="ignore"):
+        some = some.astype(sums)
     for row in np.resize(some, (-(-len(some) // dim), dim)):
         out = np.empty(dim, numpy_dtype(dtype))
         rounded(np.ascontiguousarray(row), out, 0.5)
         with np.errstate(over="ignore"):
-            want = (row * 0.5).astype(np.float32).astype(numpy_dtype(dtype))
+            want = (row.astype(float) * 0.5).astype(np.float32).astype(numpy_dtype(dtype))
         np.testing.assert_array_equal(out.astype(np.float32), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [1, 3, 8, 17, 40])
-def test_rows_of_float64_are_added_to_those_of_float32(name, dim):
+@pytest.mark.parametrize("sums", SUMS)
+def test_rows_are_added_to_those_of_float32(name, dim, sums):
     """Rows of one head among those of others, which stay as they are."""
     machine, rng = machine_of(name), np.random.default_rng(dim)
     row = -(-dim // machine.width) * machine.width
-    added = Function(machine, lambda *module: pack_ir.added(*module, dim=dim, row=row))
-    source = rng.standard_normal((9, row))
+    kind = {"dim": dim, "row": row, "sums": SUMS[sums]}
+    added = Function(machine, lambda *module: pack_ir.added(*module, **kind))
+    source = rng.standard_normal((9, row)).astype(sums)
     target = rng.standard_normal((9, 3, dim)).astype(np.float32)
     want = target.copy()
-    want[:7, 1] = want[:7, 1].astype(float) + 0.3 * source[:7, :dim]
+    want[:7, 1] = want[:7, 1].astype(float) + 0.3 * source[:7, :dim].astype(float)
     added(source, target[:, 1], target.strides[0], 7, 0.3)
     np.testing.assert_allclose(target, want, rtol=1.2e-7)

@@ -33,8 +33,7 @@ class Shape(NamedTuple):
     """What the drivers know of the compiled code. `depth` and `value_depth`: 32-bit elements of a
     row of K and V; `panels` and `value_panels`: of its columns, the last `narrow` (one vector
     wide) or not; `row` and `value_row`: elements of a row of dq or y, a whole number of vectors;
-    `sum_bytes`: of an element of dq, dk and dv while they are added up, float64, or float32 where
-    weights are rounded to bf16 (y, which waits for the next shard, is float64 always)."""
+    `sum_bytes`: of an element of the `sums` y, dq, dk and dv."""
 
     rows: int
     panel: int
@@ -48,6 +47,12 @@ class Shape(NamedTuple):
     row: int
     value_row: int
     sum_bytes: int
+
+    @property
+    def sums(self) -> Any:
+        """The dtype of what is added up over blocks of keys or queries: float64, or float32 where
+        the weights are rounded to bf16, which loses far more."""
+        return np.float32 if self.sum_bytes == 4 else np.float64
 
 
 #: Order of the addresses that the drivers are given; the last few are those of packing and
@@ -141,7 +146,8 @@ def forward_module(
     pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "v_columns", dim=value_dim, **kind)
     pack_ir.turned(module, machine, "q_turned", dim=dim, **kind)
-    pack_ir.rounded(module, machine, "out_rounded", dim=value_dim, dtype=dtype)
+    sums = F32 if pairs else F64
+    pack_ir.rounded(module, machine, "out_rounded", dim=value_dim, dtype=dtype, sums=sums)
     s_row = QUERIES + SKEW
     for name, masked in (("score", False), ("score_masked", True)):
         forward_ir.score(
@@ -154,7 +160,7 @@ def forward_module(
     for name, vectors in _widths("values", machine, shape.value_row):
         add_product(
             module, machine, name, a_row=1, a_step=s_row, c_row=shape.value_row,
-            vectors=vectors, scaled=True, pairs=pairs,
+            vectors=vectors, scaled=True, pairs=pairs, sums=sums,
             later_step=part_of_panel(machine, QUERIES),
         )  # fmt: skip
     return module
@@ -174,7 +180,7 @@ def backward_module(
     pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
     pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
-    sums = F32 if shape.sum_bytes == 4 else F64
+    sums = F32 if pairs else F64
     pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row, sums=sums)
     pack_ir.added(module, machine, "dv_added", dim=value_dim, row=shape.value_row, sums=sums)
     pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32", sums=sums)
@@ -192,16 +198,14 @@ def backward_module(
     along = p_row // 2 if pairs else p_row
     product = partial(add_product, module, machine, pairs=pairs, sums=sums)
     by_row, by_column = (along, 1), (1, p_row)
-    # dq of a whole head is read and written for each block of keys; dk and dv are of one block.
-    for kind_of, (a_row, a_step), c_row, far in (
-        ("by_row", by_row, shape.row, False),
-        ("by_column", by_column, shape.row, True),
-        ("value_by_row", by_row, shape.value_row, False),
+    for kind_of, (a_row, a_step), c_row in (
+        ("by_row", by_row, shape.row),
+        ("by_column", by_column, shape.row),
+        ("value_by_row", by_row, shape.value_row),
     ):
         for name, vectors in _widths(kind_of, machine, c_row):
             product(
-                name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, c_far=far,
-                later_step=later,
+                name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, later_step=later,
             )  # fmt: skip
     return module
 

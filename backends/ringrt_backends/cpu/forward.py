@@ -37,9 +37,10 @@ class Keys(NamedTuple):
 
 class Queries(NamedTuple):
     """Addresses of q `[lanes, panels, depth, panel]` and of the state: m and z `[lanes, rows]` and
-    y `[lanes, rows, value_row]`, float64, m in units (see `layout.Units`) and a float32 number
-    unless it is beyond these. `[lanes, blocks]`: whether q is `ordinary`, and whether y is still
-    `fresh`, that is unset, for 0; `[lanes]`: the `square` of the longest row."""
+    float64, m in units (see `layout.Units`) and a float32 number unless it is beyond these; y
+    `[lanes, rows, value_row]`, sums (see `compiled.Shape`). `[lanes, blocks]`: whether q is
+    `ordinary`, and whether y is still `fresh`, that is unset, for 0; `[lanes]`: the `square` of
+    the longest row."""
 
     q: int
     panels: int
@@ -81,7 +82,8 @@ def absorb(control, tasks, shape, at, units, starts, table, keys, queries, scrat
             continue
         if queries.fresh[lane, block]:
             first = lane * queries.rows + block * QUERIES
-            clear(queries.y + first * shape.value_row * 8, QUERIES * shape.value_row * 8)
+            row_bytes = shape.value_row * shape.sum_bytes
+            clear(queries.y + first * row_bytes, QUERIES * row_bytes)
             queries.fresh[lane, block] = 0
         for index in range(starts[block], starts[block + 1]):
             tile = table[index]
@@ -135,7 +137,8 @@ def _mend(shape, at, units, lane, slot, q0, k, v, keys, queries, scratch):  # ty
         q, row = queries.q + (panel + column % shape.panel) * 4, lane * queries.rows + q0 + column
         note = scratch.notes + number * scratch.note_bytes
         a, b = k + key * shape.depth * 4, v + key * shape.panel * 4
-        m, z, y = queries.m + row * 8, queries.z + row * 8, queries.y + row * shape.value_row * 8
+        m, z = queries.m + row * 8, queries.z + row * 8
+        y = queries.y + row * shape.value_row * shape.sum_bytes
         stride = keys.v_rows * shape.panel
         square = keys.square[slot, key // SQUARE]
         large = large_part(units.least_part, units.part_factor, queries.square[lane], square)
@@ -180,7 +183,7 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
     """y = alpha y + P V, for each group of rows of queries over the keys that it sees. Each reads a
     part of the next panel of V ahead, which after the last one is the next block's first."""
     each = 2 if shape.pairs else 1
-    y = queries.y + (lane * queries.rows + q0) * shape.value_row * 8
+    y = queries.y + (lane * queries.rows + q0) * shape.value_row * shape.sum_bytes
     row_bytes, lows, highs = shape.panel * 4, scratch.spans.low, scratch.spans.high
     for column in range(shape.value_panels):
         panel = v + column * v_rows * row_bytes
@@ -195,7 +198,7 @@ def _add_values(shape, at, lane, q0, begin, end, v, v_rows, queries, scratch):  
             row, query = (bottom - begin) // each, group * shape.rows
             a = scratch.weights + row * _ROW + query * 4
             b = panel + (begin // each + row) * row_bytes
-            c = y + (query * shape.value_row + column * shape.panel) * 8
+            c = y + (query * shape.value_row + column * shape.panel) * shape.sum_bytes
             depth = (top - begin + each - 1) // each - row
             part = later + group * (KEYS // each * row_bytes // len(lows))
             call(
@@ -214,12 +217,13 @@ def finish(control, tasks, shape, unit, rounding, rows, m, z, queries, heads, ou
             return
         lane, block = tasks[task]
         batch, head = lane // heads, lane % heads
-        y = queries.y + (lane * queries.rows + block * QUERIES) * shape.value_row * 8
+        row_size = shape.value_row * shape.sum_bytes
+        y = queries.y + (lane * queries.rows + block * QUERIES) * row_size
         if queries.fresh[lane, block]:
-            clear(y, QUERIES * shape.value_row * 8)
+            clear(y, QUERIES * row_size)
         for i in range(block * QUERIES, min(block * QUERIES + QUERIES, rows)):
             total = z[lane, i]
             factor = 0.0 if total == 0 else 1 / total
             lse[lane, i] = -np.inf if total == 0 else (m[lane, i] + np.log2(total)) * unit
-            source = y + (i - block * QUERIES) * shape.value_row * 8
+            source = y + (i - block * QUERIES) * row_size
             call(rounding, (source, out + ((batch * rows + i) * heads + head) * row_bytes, factor))

@@ -122,7 +122,7 @@ def soft(
             weights = []
             for at in (v * width, s_row + v * width)[: 2 if pairs else 1]:
                 x = body.fma(body.load(from_s, at), scale, minus[v])
-                weights.append(body.exp2(x, short=pairs))
+                weights.append(body.exp2(x, degree=4 if pairs else 6))
             if pairs:
                 to_p = body.step(args["p"], i, s_row)
                 body.store(body.pair(*weights), to_p, v * width)

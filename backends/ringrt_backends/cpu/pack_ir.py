@@ -219,7 +219,7 @@ def _rows_of_panel(body: Body) -> list[Value]:
 
 
 def rounded(
-    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, sums: ir.Type = F64
+    module: ir.Module, machine: Machine, name: str, *, dim: int, dtype: str, sums: ir.Type
 ) -> None:
     """Emit name(source, target, factor): factor · source, `sums` (float64 or float32), in the
     nearest numbers of the dtype, one row."""

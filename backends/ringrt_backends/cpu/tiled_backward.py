@@ -93,7 +93,7 @@ class TiledBackward:
         usable = ordinary(q_packed[2], score_limit(problem)) & ordinary(dout_packed[2])
         usable &= _usable(lse, delta, padded)
         packed_arrays = [*q_packed[:2], *dout_packed[:2]]
-        dq = self._memory.take((lanes, padded, shape.row), _sums(shape))
+        dq = self._memory.take((lanes, padded, shape.row), shape.sums)
         fresh = np.ones((lanes, blocks), np.uint8)
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
@@ -223,11 +223,6 @@ def _usable(lse: Array, delta: Array, padded: int) -> Array:
     return np.asarray(blocks.all(axis=2)).view(np.uint8)
 
 
-def _sums(shape: Shape) -> Any:
-    """The dtype of dq, dk and dv while they are added up."""
-    return np.float32 if shape.sum_bytes == 4 else np.float64
-
-
 def _block(shape: Shape) -> tuple[Block, list[Array]]:
     """One thread's, and the arrays that its addresses lead to."""
     rows = SQUARE + shape.rows
@@ -236,7 +231,7 @@ def _block(shape: Shape) -> tuple[Block, list[Array]]:
     k, v = (zeros((rows, depth), np.uint32) for depth in (shape.depth, shape.value_depth))
     k_columns = zeros((shape.panels, k_rows, shape.panel), np.uint32)
     panels = Panels(k_columns.ctypes.data, *k_columns.shape)
-    sums = [zeros((rows, row), _sums(shape)) for row in (shape.row, shape.value_row)]
+    sums = [zeros((rows, row), shape.sums) for row in (shape.row, shape.value_row)]
     at, sizes = [x.ctypes.data for x in (k, v, *sums)], np.zeros((2, 2), np.float32)
     return Block(at[0], at[1], panels, at[2], at[3], sizes), [k, v, k_columns, *sums]
 
@@ -246,10 +241,9 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     size = (keys, width // 2) if shape.pairs else (keys, width)
     p, ds = zeros(size, np.float32), zeros(size, np.float32)
     by_key = zeros((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
-    # A slope goes with each weight, and lies as it does.
-    tiles = (keys, shape.panel) if shape.pairs else (keys, width)
-    tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
+    # A slope goes with each weight, and lies as it does where that is fp32.
+    slope = zeros((keys, shape.panel if shape.pairs else width), np.float32)
     top = zeros((shape.panel // 2,), np.float32)
-    held = [p, ds, by_key, tile, slope, top]
+    held = [p, ds, by_key, slope, top]
     at, spans = [x.ctypes.data for x in held], spans_of(SQUARE, shape)
-    return Scratch(at[0], at[1], at[2], at[3], at[4], at[5], spans), held
+    return Scratch(at[0], at[1], at[2], at[3], at[4], spans), held

@@ -61,9 +61,10 @@ _TASKS_A_THREAD = 8
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TiledState:
-    """The queries as given and packed, their state (m and z `[lanes, rows]`, y `[lanes, rows,
-    value_row]`, float64, m in units), each thread's scratch, and what ring steps share: tiles cut
-    to blocks, and the memory of packed keys. `held` is what addresses lead to."""
+    """The queries as given and packed, their state (m and z `[lanes, rows]` float64, m in units; y
+    `[lanes, rows, value_row]` sums, see `compiled.Shape`), each thread's scratch, and what ring
+    steps share: tiles cut to blocks, and the memory of packed keys. `held` is what addresses lead
+    to."""
 
     problem: Problem
     code: Code
@@ -97,7 +98,7 @@ class TiledForward:
         padded = blocks * QUERIES
         take = self._memory.take
         panels = take((lanes, padded // shape.panel, shape.depth, shape.panel), np.uint32)
-        y = take((lanes, padded, shape.value_row), np.float64)
+        y = take((lanes, padded, shape.value_row), shape.sums)
         sizes, places = np.zeros((lanes, blocks, 2), np.float32), places_of(q, problem, shape)
         source, given = source_of(q)
         self._workers.drive(

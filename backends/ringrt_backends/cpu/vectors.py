@@ -27,8 +27,8 @@ _ALIGN = {F64: 8, I64: 8, I16: 2, ir.HalfType(): 2}
 Value = Any
 
 #: 2^f for |f| <= 1/2, highest power first: minimax polynomials of degree 6, exact at 0, with a
-#: relative error of 2e-9 before rounding, and, for weights that are rounded to bf16, 4 (2.8e-6;
-#: half a unit of bf16 is 2e-3).
+#: relative error of 2e-9 before rounding. For weights that are rounded to bf16, by half a unit of
+#: 2e-3, degree 4 (2.8e-6) where their sum counts too, and 3 (7.7e-5) where it does not.
 _EXP2 = (
     0.00015353361959569156,
     0.0013398875016719103,
@@ -38,13 +38,16 @@ _EXP2 = (
     0.6931471824645996,
     1.0,
 )
-_EXP2_SHORT = (
-    0.009582852944731712,
-    0.055906426161527634,
-    0.24024099111557007,
-    0.6931241750717163,
-    1.0,
-)
+_EXP2_SHORT = {
+    4: (
+        0.009582852944731712,
+        0.055906426161527634,
+        0.24024099111557007,
+        0.6931241750717163,
+        1.0,
+    ),
+    3: (0.05508868, 0.24260405, 0.69327624, 0.99992894),
+}
 
 #: (2^f − 1)/f for |f| <= 1/32, likewise (2e-9 of 2^f), and 2^(i/16).
 _EXP2_LESS_1 = (0.05550595000386238, 0.24023428559303284, 0.6931471824645996)
@@ -236,32 +239,33 @@ class Body:
 
     # Functions of one variable.
 
-    def exp2(self, x: Value, *, short: bool = False) -> Value:
+    def exp2(self, x: Value, *, degree: int = 6) -> Value:
         """2^x for x <= 127; 0 for x below −126, −inf among them. x = n + f with whole n and
-        |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to. `short`: as exact as
-        weights need be that are rounded to bf16 next."""
+        |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to. With a `degree` of 4
+        or 3 it is as exact as weights need be that are rounded to bf16 next."""
         build = self.build
         if self.machine.scalef:
-            return self._exp2_scaled(x, short)
+            return self._exp2_scaled(x, degree)
         n = self.intrinsic(f"llvm.rint.{_suffix(self.vector)}", self.vector, x)
-        power = self._polynomial(build.fsub(x, n), _EXP2_SHORT if short else _EXP2)
+        power = self._polynomial(build.fsub(x, n), _EXP2_SHORT.get(degree, _EXP2))
         exponent = build.shl(build.fptosi(n, self.ints), self.whole([23] * self.width))
         shifted = build.add(build.bitcast(power, self.ints), exponent)
         seen = build.fcmp_ordered(">=", x, self.floats(-126.0))
         return build.select(seen, build.bitcast(shifted, self.vector), self.floats(0.0))
 
-    def _exp2_scaled(self, x: Value, short: bool) -> Value:
+    def _exp2_scaled(self, x: Value, degree: int) -> Value:
         """By AVX-512's scalef, whose 2^n also takes -inf, where the fraction is NaN: that gives 0.
         At full precision n is a multiple of 1/16, whose 2^n is looked up; so |f| <= 1/32, and
         a polynomial of degree 3 will do: multiply-adds are what there is too little time for."""
-        build, bits = self.build, 0 if short else 4
+        build, short = self.build, degree in _EXP2_SHORT
+        bits = 0 if short else 4
         all_lanes, current = ir.Constant(I16, -1), ir.Constant(I32, 4)
         kept = ir.Constant(I32, bits << 4)
         name = "llvm.x86.avx512.mask.rndscale.ps.512"
         n = self.intrinsic(name, self.vector, x, kept, x, all_lanes, current)
         rest = build.fsub(x, n)
         if short:
-            power = self._polynomial(rest, _EXP2_SHORT)
+            power = self._polynomial(rest, _EXP2_SHORT[degree])
         else:
             # The sum's last bits count sixteenths.
             place = build.bitcast(build.fadd(n, self.floats(1.5 * 2 ** (23 - bits))), self.ints)
@@ -335,6 +339,12 @@ class Body:
         halves = [build.trunc(build.lshr(self._rounded(x), shift), short) for x in (low, high)]
         lanes = ir.Constant(ir.VectorType(I32, twice), list(range(twice)))
         return build.bitcast(build.shuffle_vector(*halves, lanes), self.ints)
+
+    def widened(self, pointer: Value, offset: int) -> Value:
+        """A vector from bf16 that lie one after the other; offset in these."""
+        short = self.load(pointer, offset, ir.VectorType(I16, self.width))
+        bits = self.build.shl(self.build.zext(short, self.ints), self.whole([16] * self.width))
+        return self.build.bitcast(bits, self.vector)
 
     def _rounded(self, x: Value) -> Value:
         """The bits of x with bf16 in the upper half, rounded to nearest, ties to even."""
