@@ -60,12 +60,13 @@ class Block(NamedTuple):
 
 class Scratch(NamedTuple):
     """Of one thread: addresses of weights P and their gradients dS `[keys, row]` with keys as rows
-    (fp32, or bf16 in its place), of dS by pairs of keys, of a panel of slopes, and of the largest
-    weights of one call; and the spans of a block's queries."""
+    (fp32, or bf16 in its place), of dS by pairs of keys, of a panel of P and of slopes, and of
+    the largest weights of one call; and the spans of a block's queries."""
 
     p: int
     ds: int
     by_key: int
+    tile: int
     slope: int
     top: int
     spans: Spans
@@ -212,11 +213,12 @@ def _weigh(shape, at, units, lane, q0, panel, bottom, top, rows, block, scratch)
         by_key = scratch.by_key + key // 2 * _ROW + column * 4
         if shape.pairs:
             to = (key * (SQUARE + SKEW) + column) * 2
+            p, narrow, ds = scratch.tile, scratch.p + to, scratch.ds + to
         else:
             to = (key * (SQUARE + SKEW) + column) * 4
-        p, ds = scratch.p + to, scratch.ds + to
+            p, narrow, ds = scratch.p + to, scratch.p + to, scratch.ds + to
         common = scratch.slope, scratch.top, large
-        weigh = (k, q, p, count, units.scale, lse, rest, units.cap, *common)
+        weigh = (k, q, p, narrow, count, units.scale, lse, rest, units.cap, *common)
         if stop == rest_of and start == full:
             call(at[_PROB], weigh)
         else:

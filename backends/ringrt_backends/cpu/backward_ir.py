@@ -12,7 +12,7 @@ from ringrt_backends.cpu.forward_ir import SPAN, cap_scores, mask, store_tile
 from ringrt_backends.cpu.machine import Machine
 from ringrt_backends.cpu.sums import by_halves
 from ringrt_backends.cpu.tile import Ahead, product
-from ringrt_backends.cpu.vectors import F32, I8, I16, I32, I64, PTR, Body, Value
+from ringrt_backends.cpu.vectors import F32, I8, I32, I64, PTR, Body, Value
 
 
 def prob(
@@ -27,21 +27,21 @@ def prob(
     capped: bool,
     pairs: bool,
 ) -> None:
-    """Emit name(a, b, p, groups, scale, lse, rest, cap, slope, top, limit[, SPAN]):
+    """Emit name(a, b, p, narrow, groups, scale, lse, rest, cap, slope, top, limit[, SPAN]):
 
         P = 2^(scale·A·B − lse − rest)
 
     for groups >= 1 tiles of keys, one after the other, 0 where masked; lse as the sum of two
-    float32 a column, of which the second counts for nothing with `pairs`. If `capped`, t =
-    tanh(cap·A·B) in place of A·B, and slope = 1 − t². p and slope have rows of `p_row` floats; with
-    `pairs` p has bf16, and slope is a panel. `later` bytes a step are read ahead. Vectors with
-    weights above `limit` are computed once more where they are `exact.mended`; `top`, one vector,
-    is the largest of all lane by lane.
+    float32 a column, of which the first will do with `pairs`. If `capped`, t = tanh(cap·A·B) in
+    place of A·B, and slope = 1 − t². p and slope have rows of `p_row` floats; with `pairs` P goes
+    to narrow as well, in rows of `p_row` bf16, and p and slope are panels. `later` bytes a step are
+    read ahead. Vectors with weights above `limit` are computed once more where they are
+    `exact.mended`; `top`, one vector, is the largest of all lane by lane.
     """
     extra = SPAN if masked else {}
     body = Body(
-        module, machine, name, a=PTR, b=PTR, p=PTR, groups=I64, scale=F32, lse=PTR, rest=PTR,
-        cap=F32, slope=PTR, top=PTR, limit=F32, **extra,
+        module, machine, name, a=PTR, b=PTR, p=PTR, narrow=PTR, groups=I64, scale=F32, lse=PTR,
+        rest=PTR, cap=F32, slope=PTR, top=PTR, limit=F32, **extra,
     )  # fmt: skip
     args, rows = body.args, machine.rows
     row_step = machine.panel if pairs else p_row
@@ -60,10 +60,10 @@ def prob(
         _weights(body, tile, pairs)
         if masked:
             mask(body, tile, group, 0.0)
+        store_tile(body, tile, body.step(args["p"], group, rows * row_step), row_step)
         if pairs:
-            _store_narrow(body, tile, body.step(args["p"], group, rows * p_row, I16), p_row)
-        else:
-            store_tile(body, tile, body.step(args["p"], group, rows * p_row), p_row)
+            narrow = body.step(args["narrow"], group, rows * p_row // 2, I32)
+            _store_narrow(body, tile, narrow, p_row)
         values = [value for row in tile for value in row]
         return [by_halves([*values, top], body.larger) for top in tops]
 
@@ -164,19 +164,19 @@ def dscore(
             body, a, args["b"], depth,
             a_row=depth, a_step=1, pairs=pairs, levels=1 if pairs else 2, less=delta, ahead=ahead,
         )  # fmt: skip
-        p = body.step(args["p"], group, rows * p_row, I16 if pairs else F32)
-        slope = body.step(args["slope"], group, rows * row_step)
-        for r, row in enumerate(tile):
-            for v, at in enumerate((0, body.width)):
-                from_p = body.widened if pairs else body.load
-                row[v] = body.build.fmul(row[v], from_p(p, r * p_row + at))
-                if capped:
-                    row[v] = body.build.fmul(row[v], body.load(slope, r * row_step + at))
+        factors = ["p", "slope"] if capped else ["p"]
+        pointers = [body.step(args[name], group, rows * row_step) for name in factors]
+        for factor in pointers:
+            for r, row in enumerate(tile):
+                for v in range(2):
+                    at = r * row_step + v * body.width
+                    row[v] = body.build.fmul(row[v], body.load(factor, at))
         if not pairs:
             store_tile(body, tile, body.step(args["ds"], group, rows * p_row), p_row)
             return []
-        _store_narrow(body, tile, body.step(args["ds"], group, rows * p_row, I16), p_row)
-        by_key = body.step(args["by_key"], group, rows * p_row // 2, I32)
+        half = rows * p_row // 2
+        _store_narrow(body, tile, body.step(args["ds"], group, half, I32), p_row)
+        by_key = body.step(args["by_key"], group, half, I32)
         for r in range(0, rows, 2):
             for v in range(2):
                 both = body.pair(tile[r][v], tile[r + 1][v])

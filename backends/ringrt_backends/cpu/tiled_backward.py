@@ -241,9 +241,10 @@ def _scratch(shape: Shape) -> tuple[Scratch, list[Array]]:
     size = (keys, width // 2) if shape.pairs else (keys, width)
     p, ds = zeros(size, np.float32), zeros(size, np.float32)
     by_key = zeros((keys // 2 + 1 if shape.pairs else 1, width), np.uint32)
-    # A slope goes with each weight, and lies as it does where that is fp32.
-    slope = zeros((keys, shape.panel if shape.pairs else width), np.float32)
+    # A slope goes with each weight, and lies as it does.
+    tiles = (keys, shape.panel) if shape.pairs else (keys, width)
+    tile, slope = zeros(tiles, np.float32), zeros(tiles, np.float32)
     top = zeros((shape.panel // 2,), np.float32)
-    held = [p, ds, by_key, slope, top]
+    held = [p, ds, by_key, tile, slope, top]
     at, spans = [x.ctypes.data for x in held], spans_of(SQUARE, shape)
-    return Scratch(at[0], at[1], at[2], at[3], at[4], spans), held
+    return Scratch(at[0], at[1], at[2], at[3], at[4], at[5], spans), held

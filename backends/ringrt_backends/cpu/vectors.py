@@ -340,12 +340,6 @@ class Body:
         lanes = ir.Constant(ir.VectorType(I32, twice), list(range(twice)))
         return build.bitcast(build.shuffle_vector(*halves, lanes), self.ints)
 
-    def widened(self, pointer: Value, offset: int) -> Value:
-        """A vector from bf16 that lie one after the other; offset in these."""
-        short = self.load(pointer, offset, ir.VectorType(I16, self.width))
-        bits = self.build.shl(self.build.zext(short, self.ints), self.whole([16] * self.width))
-        return self.build.bitcast(bits, self.vector)
-
     def _rounded(self, x: Value) -> Value:
         """The bits of x with bf16 in the upper half, rounded to nearest, ties to even."""
         build = self.build
