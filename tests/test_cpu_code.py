@@ -252,7 +252,7 @@ def test_the_inner_loop_is_all_multiply_adds(name, dtype, kernel):
     assert 1 <= lines.count("\tprefetcht0\t") <= made.chunk // 2
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 12), ("bfloat16", 0)])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 12), ("bfloat16", 4)])
 @pytest.mark.parametrize(
     "kernel", ["score", "values", "dscore", "by_row", "by_column", "value_by_row"]
 )

@@ -50,8 +50,7 @@ def prob(
         a = body.step(args["a"], group, rows * depth)
         ahead = [_next_panel(body, group, depth, later)]
         tile = product(
-            body, a, args["b"], depth,
-            a_row=depth, a_step=1, pairs=pairs, levels=1 if pairs else 2, ahead=ahead,
+            body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, ahead=ahead
         )  # fmt: skip
         if capped:
             cap_scores(body, tile)
@@ -162,7 +161,7 @@ def dscore(
         ahead = [_next_panel(body, group, depth, later)]
         tile = product(
             body, a, args["b"], depth,
-            a_row=depth, a_step=1, pairs=pairs, levels=1 if pairs else 2, less=delta, ahead=ahead,
+            a_row=depth, a_step=1, pairs=pairs, less=delta, ahead=ahead,
         )  # fmt: skip
         factors = ["p", "slope"] if capped else ["p"]
         pointers = [body.step(args[name], group, rows * row_step) for name in factors]

@@ -146,7 +146,7 @@ def forward_module(
     pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "v_columns", dim=value_dim, **kind)
     pack_ir.turned(module, machine, "q_turned", dim=dim, **kind)
-    sums = F32 if pairs else F64
+    sums = _sums(shape)
     pack_ir.rounded(module, machine, "out_rounded", dim=value_dim, dtype=dtype, sums=sums)
     s_row = QUERIES + SKEW
     for name, masked in (("score", False), ("score_masked", True)):
@@ -180,7 +180,7 @@ def backward_module(
     pack_ir.rows_in_place(module, machine, "k_rows", dim=dim, **kind)
     pack_ir.columns(module, machine, "k_columns", dim=dim, **kind)
     pack_ir.rows(module, machine, "v_rows", dim=value_dim, **kind)
-    sums = F32 if pairs else F64
+    sums = _sums(shape)
     pack_ir.added(module, machine, "dk_added", dim=dim, row=shape.row, sums=sums)
     pack_ir.added(module, machine, "dv_added", dim=value_dim, row=shape.value_row, sums=sums)
     pack_ir.rounded(module, machine, "dq_rounded", dim=dim, dtype="float32", sums=sums)
@@ -208,6 +208,11 @@ def backward_module(
                 name, a_row=a_row, a_step=a_step, c_row=c_row, vectors=vectors, later_step=later,
             )  # fmt: skip
     return module
+
+
+def _sums(shape: Shape) -> ir.Type:
+    """`Shape.sums` in LLVM's words."""
+    return F32 if shape.sum_bytes == 4 else F64
 
 
 def _widths(name: str, machine: Machine, row: int) -> Iterator[tuple[str, int]]:

@@ -59,7 +59,8 @@ def score(
 
     def tile_of_scores(group: Value, tops: Sequence[Value]) -> Sequence[Value]:
         a, s = body.step(args["a"], group, rows * depth), body.step(args["s"], group, rows * s_row)
-        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs)
+        # Weights will be rounded, but not z, which is their sum, and lse.
+        tile = product(body, a, args["b"], depth, a_row=depth, a_step=1, pairs=pairs, levels=2)
         if capped:
             cap_scores(body, tile)
         if masked:

@@ -99,18 +99,19 @@ def product(
     a_step: int,
     vectors: int = 2,
     pairs: bool = False,
-    levels: int = 2,
+    levels: int | None = None,
     less: Sequence[Value] | None = None,
     ahead: Sequence[Ahead] = (),
     near_end: Callable[[], None] | None = None,
 ) -> list[list[Value]]:
     """The tile A·B as `[rows][vectors]`, the sum over `depth` >= 1 steps. Strides of A in 32-bit
-    elements; B is a panel, of which the first `vectors` are taken. `less`: what is subtracted
-    from every row, one vector for each: as the totals begin with it, they stay as small as the
-    difference, and so does their rounding. `ahead`: what is read into the cache meanwhile, besides
-    the next tile's rows of A where steps are along these (but for the steps after the last whole
-    chunk of a depth that is not known)."""
-    build, rows = body.build, body.machine.rows
+    elements; B is a panel, of which the first `vectors` are taken. `levels`: of the sums, two, or
+    with `pairs` one, if not said otherwise. `less`: what is subtracted from every row, one vector
+    for each: as the totals begin with it, they stay as small as the difference, and so does their
+    rounding. `ahead`: what is read into the cache meanwhile, besides the next tile's rows of A
+    where steps are along these (but for the steps after the last whole chunk of a depth that is
+    not known). `near_end`: see `in_chunks`."""
+    build, rows, levels = body.build, body.machine.rows, levels or (1 if pairs else 2)
     if a_step == 1:
         ahead = [Ahead(body.at(a, rows * a_row), 4 * rows), *ahead]
 
@@ -145,7 +146,7 @@ def in_chunks(
 ) -> Sequence[Value]:
     """Totals and the sums of count >= 1 terms. In two levels: a chunk of terms is summed up by
     itself and added to the total, so that few terms meet a sum much larger than they are. In one,
-    terms are added to the totals: 4 % faster, for terms that are rounded more than their sum is.
+    terms are added to the totals: up to 3 % of a pass, and for terms that were rounded to bf16.
 
     The sums take turns, each being added to its total at another step of the chunk. Where totals
     are in memory, all of them at once would hold up the loads of the next steps: 15 % of the time
@@ -288,7 +289,7 @@ def add_product(
     tile = product(
         body, a, b, depth,
         a_row=a_row, a_step=a_step, vectors=vectors, pairs=pairs,
-        levels=1 if pairs else 2, ahead=[Ahead(body.args["later"], later_step)],
+        ahead=[Ahead(body.args["later"], later_step)],
         near_end=lambda: _prefetch_rows(body, c, c_row, vectors, sums),
     )  # fmt: skip
     for row, parts in enumerate(tile):
