@@ -37,15 +37,16 @@ from ringrt_backends.cpu.workers import Workers
 
 #: So many tasks there should be, whatever the number of threads, for sums must not depend on it.
 #: With fewer KV heads their keys are dealt out, and each task needs a dq of its own, of so many
-#: blocks of rows at a time.
+#: blocks of rows at a time at most.
 _TASKS, _AT_ONCE = 8, 14
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TiledGrads:
     """q and dout as given, lse and delta `[lanes, rows]` float64, and all packed; dq `[lanes, rows,
-    row]` sums (see `compiled.Shape`), without the scale; each thread's scratch, and tiles cut to
-    blocks. `held` is what addresses lead to."""
+    row]` as sums (see `compiled.Shape`), without the scale, and `[parts, lanes, some rows, row]`
+    for each part of a head's keys; each thread's scratch, and tiles cut to blocks. `held` is what
+    addresses lead to."""
 
     problem: Problem
     code: Code
@@ -54,6 +55,7 @@ class TiledGrads:
     packed: Rows
     places: Array
     dq: Array
+    parts: Array
     own: list[tuple[Block, Scratch]]
     held: list[Any]
     blocks: WeakKeyDictionary[TileTable, Blocks] = field(default_factory=WeakKeyDictionary)
@@ -94,9 +96,13 @@ class TiledBackward:
         usable &= _usable(lse, delta, padded)
         packed_arrays = [*q_packed[:2], *dout_packed[:2]]
         dq = self._memory.take((lanes, padded, shape.row), shape.sums)
-        fresh = np.ones((lanes, blocks), np.uint8)
+        fresh, parts = np.ones((lanes, blocks), np.uint8), dq[None]
+        taken = [*packed_arrays, dq]
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
+            size = -(-_TASKS // max(1, kv_lanes)), lanes, _at_once(blocks) * SQUARE, shape.row
+            parts = self._memory.take(size, shape.sums)
+            taken.append(parts)
         held = [*packed_arrays, *per_row]
         at = [x.ctypes.data for x in held]
         packed = Rows(
@@ -109,8 +115,8 @@ class TiledBackward:
             own.append((block, scratch))
             held += in_block + in_scratch
         given = q, dout, lse, delta
-        grads = TiledGrads(problem, code, units, given, packed, places, dq, own, held)
-        self._memory.give_back_with(grads, [*packed_arrays, dq])
+        grads = TiledGrads(problem, code, units, given, packed, places, dq, parts, own, held)
+        self._memory.give_back_with(grads, taken)
         return grads
 
     def accumulate(
@@ -128,17 +134,20 @@ class TiledBackward:
         parts = min(-(-_TASKS // lanes), numbers)
         left_out = np.zeros((lanes, numbers), np.uint8)
         count, dq = len(blocks.starts) - 1, grads.dq
-        for first in range(0, count, count if parts == 1 else _AT_ONCE):
-            last = count if parts == 1 else min(first + _AT_ONCE, count)
-            rows = slice(first * SQUARE, last * SQUARE)
-            own = dq[None] if parts == 1 else zeros((parts, *dq[:, rows].shape), dq.dtype)
+        at_once = count if parts == 1 else _at_once(count)
+        for first in range(0, count, at_once):
+            last = min(first + at_once, count)
+            own = dq[None] if parts == 1 else grads.parts[:parts]
+            size = (last - first) * SQUARE
+            if parts > 1:
+                own[:, :, :size] = 0
             work = Work(
                 blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group,
                 own.ctypes.data, own.shape[2], own.shape[1], left_out,
             )  # fmt: skip
             self._absorb(grads, k, v, dk, dv, work)
-            if parts > 1:
-                dq[:, rows] += own.sum(axis=0)
+            for part in own[:, :, :size] if parts > 1 else ():
+                dq[:, first * SQUARE : last * SQUARE] += part
         shard = careful.Shard(k, v, blocks, SQUARE, begin, end, SQUARE, 1 - left_out)
         careful.absorb_backward(shard, grads.problem, grads.packed, grads.given, dq, dk, dv)
 
@@ -195,6 +204,12 @@ class TiledBackward:
             Panels(columns.ctypes.data, *columns.shape[1:]), blocks,
         )  # fmt: skip
         return turned, columns, blocks
+
+
+def _at_once(blocks: int) -> int:
+    """Blocks of rows for which the parts of a head's keys have a dq of their own: all in as few
+    rounds as may be, for each packs K and V, and in rounds of one size."""
+    return -(-blocks // -(-blocks // _AT_ONCE)) if blocks else 1
 
 
 def _per_row(lse: Array, delta: Array, unit: float, padded: int) -> tuple[Array, Array, Array]:
