@@ -25,6 +25,7 @@ from hypothesis import given, settings, strategies as st
 import oracle
 from ringrt.conformance.cases import Case
 from ringrt.plan import Piece
+from ringrt_backends.cpu import tiled_backward
 from support import assert_close
 
 pytestmark = pytest.mark.timeout(240)
@@ -189,11 +190,24 @@ def test_results_do_not_depend_on_threads(machine, kv_heads):
         made.close()
 
 
+def test_dq_of_the_parts_comes_in_rounds_of_one_size():
+    sizes = {blocks: tiled_backward._at_once(blocks) for blocks in range(60)}
+    assert [sizes[blocks] for blocks in (0, 1, 14, 15, 16, 28, 29)] == [1, 1, 14, 8, 8, 14, 10]
+    for blocks, size in sizes.items():
+        rounds = -(-blocks // size)
+        assert size <= 14
+        assert rounds == -(-blocks // 14)
+        assert rounds * size - blocks < max(1, rounds)
+
+
 def test_more_rows_than_one_dq_of_the_parts():
-    """Parts of the keys have a dq of their own for 14 blocks of rows at a time."""
+    """Parts of the keys have a dq of their own for 14 blocks of rows at a time at most, in memory
+    that has been used before."""
     case = Case(rows=15 * 288 + 7, keys=600, q_heads=1, kv_heads=1, head_dim=3, value_dim=2)
     case = case.banded(-590, None)
-    assert_gradients(backward(cpu(MACHINES["8"]), case), expected_gradients(case))
+    made = cpu(MACHINES["8"])
+    for _ in range(2):
+        assert_gradients(backward(made, case), expected_gradients(case))
     case = case.banded(4000, None)
     assert_gradients(backward(cpu(MACHINES["8"], 2), case), expected_gradients(case))
 
