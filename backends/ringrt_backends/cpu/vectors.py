@@ -28,7 +28,8 @@ Value = Any
 
 #: 2^f for |f| <= 1/2, highest power first: minimax polynomials of degree 6, exact at 0, with a
 #: relative error of 2e-9 before rounding. For weights that are rounded to bf16, by half a unit of
-#: 2e-3, degree 4 (2.8e-6) where their sum counts too, and 3 (7.7e-5) where it does not.
+#: 2e-3, degree 4 (2.8e-6) where their sum counts too, and 3 (7.7e-5, at 0 as well) where it does
+#: not.
 _EXP2 = (
     0.00015353361959569156,
     0.0013398875016719103,
