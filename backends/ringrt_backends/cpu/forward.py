@@ -82,8 +82,8 @@ def absorb(control, tasks, shape, at, units, starts, table, keys, queries, scrat
             continue
         if queries.fresh[lane, block]:
             first = lane * queries.rows + block * QUERIES
-            row_bytes = shape.value_row * shape.sum_bytes
-            clear(queries.y + first * row_bytes, QUERIES * row_bytes)
+            row_size = shape.value_row * shape.sum_bytes
+            clear(queries.y + first * row_size, QUERIES * row_size)
             queries.fresh[lane, block] = 0
         for index in range(starts[block], starts[block + 1]):
             tile = table[index]

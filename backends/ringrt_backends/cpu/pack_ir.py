@@ -227,7 +227,7 @@ def rounded(
     build, args, element = body.build, body.args, _ELEMENTS[dtype]
     for at, lanes in _cuts(dim, body.width):
         factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
-        exact = _double(body, body.at(args["source"], at, sums), lanes, sums)
+        exact = _double(body, args["source"], at, lanes, sums)
         x = build.fptrunc(build.fmul(exact, factor), _wide(F32, lanes))
         if dtype == "float16":
             x = build.fptrunc(x, _wide(element, lanes))
@@ -254,7 +254,7 @@ def added(
         for at, lanes in _cuts(dim, body.width):
             kind = F64 if lanes == 1 else body.doubles
             factor = args["factor"] if lanes == 1 else body.splat(args["factor"])
-            exact = _double(body, body.at(source, at, sums), lanes, sums)
+            exact = _double(body, source, at, lanes, sums)
             old = build.load(body.at(target, at), align=4, typ=_wide(F32, lanes))
             new = build.fadd(build.fpext(old, kind), build.fmul(exact, factor))
             build.store(build.fptrunc(new, _wide(F32, lanes)), body.at(target, at), align=4)
@@ -264,9 +264,9 @@ def added(
     build.ret_void()
 
 
-def _double(body: Body, source: Value, lanes: int, element: ir.Type) -> Value:
-    """A float64, or so many: float64 or float32 in memory."""
-    loaded = body.build.load(source, align=8 if element == F64 else 4, typ=_wide(element, lanes))
+def _double(body: Body, source: Value, at: int, lanes: int, element: ir.Type) -> Value:
+    """A float64, or so many, which are float64 or float32 in memory; `at` counts these."""
+    loaded = body.load(source, at, _wide(element, lanes))
     return loaded if element == F64 else body.build.fpext(loaded, _wide(F64, lanes))
 
 

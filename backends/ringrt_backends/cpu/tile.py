@@ -56,7 +56,7 @@ summed over rows, is interleaved by pairs of rows when it is packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -141,22 +141,26 @@ def in_chunks(
     totals: Sequence[Value],
     step: Step,
     *,
-    levels: int = 2,
-    near_end: Callable[[], None] | None = None,
+    levels: int,
+    near_end: Callable[[], None] | None,
 ) -> Sequence[Value]:
     """Totals and the sums of count >= 1 terms. In two levels: a chunk of terms is summed up by
     itself and added to the total, so that few terms meet a sum much larger than they are. In one,
-    terms are added to the totals: up to 3 % of a pass, and for terms that were rounded to bf16.
+    terms are added to the totals, which is up to 3 % of a pass faster; it is for terms that were
+    rounded to bf16.
 
     The sums take turns, each being added to its total at another step of the chunk. Where totals
     are in memory, all of them at once would hold up the loads of the next steps: 15 % of the time
     of a tile, against 3 % in turns. Where there is no telling how many terms there are, those
-    after the last whole chunk are a loop; and `near_end` is done a few chunks before that."""
+    after the last whole chunk are a loop; and `near_end` is done `_NEAR` chunks before that, or
+    before all where there are fewer."""
     build, size, width = body.build, body.machine.chunk, len(totals)
     zeros, first = [body.floats(0.0)] * width, ir.Constant(I64, 0)
     kept, sums = _Totals(body, totals if levels == 2 else []), zeros if levels == 2 else totals
 
-    def chunks(first: Value, number: int | Value, sums: Sequence[Value], **more: bool) -> Any:
+    def chunks(
+        first: Value, number: int | Value, sums: Sequence[Value], **more: bool
+    ) -> list[Value]:
         def chunk(index: Value, carried: Sequence[Value]) -> Sequence[Value]:
             kept.carried = list(carried[width:])
             start = build.mul(build.add(first, index), ir.Constant(I64, size))

@@ -100,8 +100,10 @@ class TiledBackward:
         taken = [*packed_arrays, dq]
         if kv_lanes < _TASKS:  # it is added to from elsewhere
             dq[...], fresh[...] = 0, 0
-            size = -(-_TASKS // max(1, kv_lanes)), lanes, _at_once(blocks) * SQUARE, shape.row
-            parts = self._memory.take(size, shape.sums)
+            number = -(-_TASKS // max(1, kv_lanes))
+            parts = self._memory.take(
+                (number, lanes, _at_once(blocks) * SQUARE, shape.row), shape.sums
+            )
             taken.append(parts)
         held = [*packed_arrays, *per_row]
         at = [x.ctypes.data for x in held]
@@ -138,15 +140,15 @@ class TiledBackward:
         for first in range(0, count, at_once):
             last = min(first + at_once, count)
             own = dq[None] if parts == 1 else grads.parts[:parts]
-            size = (last - first) * SQUARE
+            rows = (last - first) * SQUARE
             if parts > 1:
-                own[:, :, :size] = 0
+                own[:, :, :rows] = 0
             work = Work(
                 blocks.starts, blocks.table, first, last, begin, end, parts, grads.problem.group,
                 own.ctypes.data, own.shape[2], own.shape[1], left_out,
             )  # fmt: skip
             self._absorb(grads, k, v, dk, dv, work)
-            for part in own[:, :, :size] if parts > 1 else ():
+            for part in own[:, :, :rows] if parts > 1 else ():
                 dq[:, first * SQUARE : last * SQUARE] += part
         shard = careful.Shard(k, v, blocks, SQUARE, begin, end, SQUARE, 1 - left_out)
         careful.absorb_backward(shard, grads.problem, grads.packed, grads.given, dq, dk, dv)

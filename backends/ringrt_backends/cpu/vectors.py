@@ -30,16 +30,16 @@ Value = Any
 #: relative error of 2e-9 before rounding. For weights that are rounded to bf16, by half a unit of
 #: 2e-3, degree 4 (2.8e-6) where their sum counts too, and 3 (7.7e-5, at 0 as well) where it does
 #: not.
-_EXP2 = (
-    0.00015353361959569156,
-    0.0013398875016719103,
-    0.00961843691766262,
-    0.055503323674201965,
-    0.24022647738456726,
-    0.6931471824645996,
-    1.0,
-)
-_EXP2_SHORT = {
+_EXP2 = {
+    6: (
+        0.00015353361959569156,
+        0.0013398875016719103,
+        0.00961843691766262,
+        0.055503323674201965,
+        0.24022647738456726,
+        0.6931471824645996,
+        1.0,
+    ),
     4: (
         0.009582852944731712,
         0.055906426161527634,
@@ -243,12 +243,12 @@ class Body:
     def exp2(self, x: Value, *, degree: int = 6) -> Value:
         """2^x for x <= 127; 0 for x below −126, −inf among them. x = n + f with whole n and
         |f| <= 1/2, so 2^x is a polynomial in f whose exponent n is added to. With a `degree` of 4
-        or 3 it is as exact as weights need be that are rounded to bf16 next."""
+        or 3, not 6, it is as exact as weights need be that are rounded to bf16 next."""
         build = self.build
         if self.machine.scalef:
             return self._exp2_scaled(x, degree)
         n = self.intrinsic(f"llvm.rint.{_suffix(self.vector)}", self.vector, x)
-        power = self._polynomial(build.fsub(x, n), _EXP2_SHORT.get(degree, _EXP2))
+        power = self._polynomial(build.fsub(x, n), _EXP2[degree])
         exponent = build.shl(build.fptosi(n, self.ints), self.whole([23] * self.width))
         shifted = build.add(build.bitcast(power, self.ints), exponent)
         seen = build.fcmp_ordered(">=", x, self.floats(-126.0))
@@ -256,17 +256,16 @@ class Body:
 
     def _exp2_scaled(self, x: Value, degree: int) -> Value:
         """By AVX-512's scalef, whose 2^n also takes -inf, where the fraction is NaN: that gives 0.
-        At full precision n is a multiple of 1/16, whose 2^n is looked up; so |f| <= 1/32, and
-        a polynomial of degree 3 will do: multiply-adds are what there is too little time for."""
-        build, short = self.build, degree in _EXP2_SHORT
-        bits = 0 if short else 4
+        For degree 6 n is a multiple of 1/16, whose 2^n is looked up; so |f| <= 1/32, and another
+        polynomial, of degree 3, will do: multiply-adds are what there is too little time for."""
+        build, bits = self.build, 4 if degree == 6 else 0
         all_lanes, current = ir.Constant(I16, -1), ir.Constant(I32, 4)
         kept = ir.Constant(I32, bits << 4)
         name = "llvm.x86.avx512.mask.rndscale.ps.512"
         n = self.intrinsic(name, self.vector, x, kept, x, all_lanes, current)
         rest = build.fsub(x, n)
-        if short:
-            power = self._polynomial(rest, _EXP2_SHORT[degree])
+        if bits == 0:
+            power = self._polynomial(rest, _EXP2[degree])
         else:
             # The sum's last bits count sixteenths.
             place = build.bitcast(build.fadd(n, self.floats(1.5 * 2 ** (23 - bits))), self.ints)
